@@ -137,8 +137,8 @@ def load(config: Config, origin: Origin) -> tuple[TokenPairs, PreTrainedTokenize
     sampler = build_sampler(pairs.train, args, settings)
     check_length_of_run(args, len(pairs.train))
     if left_out := len(pairs.train) - len(sampler):
-        which = "the last ones" if args.train_sampling_strategy == "sequential" else "drawn anew each epoch"
-        log.info(f"{left_out} pairs do not fill a last batch of {args.global_batch_size} and are left out, {which}")
+        few = f"{left_out} pairs do not fill a last batch of {args.global_batch_size}"
+        log.info(f"{few} and are left out, drawn anew each epoch")
     if is_main_process():
         step = step_of(origin.checkpoint)
         decided = {"settings": asdict(settings), "calibration": origin.data.get("calibration", {})}
@@ -211,7 +211,6 @@ def check(config: Config, trainer: SFMDPOTrainer, origin: Origin) -> None:
     sampler = trainer.train_sampler
     largest = sampler.layout.count(sampler.largest_micro_batch(sampler.micro_batch))
     where = " and runs first" if sampler.epochs == 1 else f"; that of the first of {sampler.epochs} epochs runs first"
-    where = "" if args.train_sampling_strategy == "sequential" else where
     log.info(f"the largest micro-batch has {largest:,} tokens{where}")
     if is_main_process():
         data = Path(args.output_dir) / DATA

@@ -36,7 +36,7 @@ from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.memory.activations import TRACED_TOKENS, build_backbone, count_kinds, run_backbone
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.loading import load_model_config
-from sfm_dpo.planning.run_plan import Cluster, Planner, read_lengths
+from sfm_dpo.planning.run_plan import Efficiency, Planner, read_lengths
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def elementwise_bytes(config) -> tuple[float, float]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_backbone(config, torch.bfloat16, [kind])
         with ByteCounter() as forward:
-            output = run_backbone(model, TRACED_TOKENS, None)
+            output = run_backbone(model, TRACED_TOKENS)
         with ByteCounter() as backward:
             output.sum().backward()
     layers = config.num_hidden_layers
@@ -98,17 +98,18 @@ def elementwise_bytes(config) -> tuple[float, float]:
 
 def count_step(planner: Planner, flash: str) -> dict[str, float]:
     """Seconds of each part of an optimizer step under ZeRO-2, and of the reference pass over all pairs."""
-    gpu = planner.cluster.gpu
+    gpu = planner.gpu
     rates = RATES[gpu]
     memory = BANDWIDTH * rates.memory
     products = PRODUCTS * (peak_flops(gpu) or math.nan)
     choice = planner.plan_launch("zero2")["choice"]
     flops = ForwardFlops.of(planner.memory.model)
-    pairs = planner.args.global_batch_size / planner.cluster.gpus
+    pairs = planner.args.global_batch_size / planner.gpus
     micro_batches = pairs / choice["per_device"]
     tokens = pairs * float(planner.lengths.computed(planner.memory.prefix_sharing).mean())
     responses = pairs * float(planner.lengths.responses.mean())
-    training = planner.plan_time()["flops"]["training"] / 3 / planner.epochs / planner.pairs * pairs  # one forward
+    share = pairs / len(planner.lengths) / planner.epochs
+    training = share * planner.plan_time()["flops"]["training"] / 3  # one forward
     linear = flops.per_token * tokens
     head = flops.per_response_token * responses
     attention = training - linear - head
@@ -119,26 +120,24 @@ def count_step(planner: Planner, flash: str) -> dict[str, float]:
         backward_bytes *= fused
     forward_rate, backward_rate = rates.attention[flash]
     forward = linear / products + attention / forward_rate + forward_bytes * tokens / memory
-    share = choice["checkpointed_layers"] / choice["layers"]
+    recomputed = choice["checkpointed_layers"] / choice["layers"]
     backward = 2 * linear / products + 2.5 * attention / backward_rate + backward_bytes * tokens / memory
     weights = planner.memory.trained
-    gpus = planner.cluster.gpus
+    gpus = planner.gpus
     sent = 2 * weights * (gpus - 1) / gpus / (BANDWIDTH * rates.link)  # 16-bit weights once; gradients twice as much
     parts = {
         "matrix products": 3 * linear / products,
         "attention": attention / forward_rate + 2.5 * attention / backward_rate,
         "elementwise": (forward_bytes + backward_bytes) * tokens / memory,
         "LM head": 4 * head / products,  # forward, again in the backward, two gradients
-        "recomputed layers": share * forward,
+        "recomputed layers": recomputed * forward,
         "gradients": micro_batches
         * (GRADIENT_BYTES * weights / memory + max(0.0, 2 * sent - backward / micro_batches)),
         "waits of the host": (micro_batches * WAITS + STEP_WAITS) * WAIT,
         "optimizer": UPDATE_BYTES * weights / gpus / memory + sent,
     }
-    batch = next(each for each in planner.memory.micro_batches if each.per_device == choice["per_device"])
-    parts["slowest rank"] = (batch.imbalance - 1) * sum(parts.values())
     cached = planner.args.precompute_ref_log_probs
-    passes = planner.pairs / planner.args.global_batch_size if cached else 0.0
+    passes = len(planner.lengths) / planner.args.global_batch_size if cached else 0.0
     parts["reference pass"] = passes * (forward + head / products)
     return parts
 
@@ -160,12 +159,10 @@ def main(argv: list[str]) -> None:
         fields += ["--model_name_or_path", str(PROJECT / "bench/shapes" / ours.shape)]
     config = parse_config(short_run(["--config", ours.recipe, *fields], eval_fraction=None), training=False)
     if ours.lengths:
-        lengths, pairs = read_lengths(PROJECT / f"bench/shapes/{ours.lengths}_lengths.json")
+        lengths = read_lengths(PROJECT / f"bench/shapes/{ours.lengths}_lengths.json")
     else:
-        rows = load_token_pairs(config, load_tokenizer(config)).train
-        lengths = Lengths.of(rows)
-        pairs = len(rows)
-    planner = Planner(config, load_model_config(config), lengths, pairs, Cluster(gpu, ours.num_gpus))
+        lengths = Lengths.of(load_token_pairs(config, load_tokenizer(config)).train)
+    planner = Planner(config, load_model_config(config), lengths, gpu, ours.num_gpus, Efficiency())
     parts = count_step(planner, ours.flash_attention)
     reference = parts.pop("reference pass")
     step = sum(parts.values())

@@ -6,7 +6,7 @@
     python scripts/analyze_dataset.py --config recipes/think.yaml --json lengths.json --plot lengths.png
 
 Any field of a recipe can be given as an option. docs/data.md explains the output. --json writes: `dataset`, `model`,
-`rows`, `usable`, `pairs`, `sampled`; `dropped`, rows by reason; `percentiles` of `total` (prompt + longer response),
+`rows`, `usable`, `pairs`; `dropped`, rows by reason; `percentiles` of `total` (prompt + longer response),
 `prompt`, `chosen`, `rejected` in tokens; `candidates`, for each max_length its max_prompt_length (null: not needed)
 and what both keep and cost; `recommendation`, the same with its `reason`; `control_tokens`, `length_bias`, `sides`,
 `faults` and `findings`.
@@ -14,6 +14,7 @@ and what both keep and cost; `recommendation`, the same with its `reason`; `cont
 
 import os
 import sys
+from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
@@ -45,7 +46,6 @@ def main(argv: list[str]) -> None:
     os.environ.update(CPU_ONLY)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
     from sfm_dpo.config import parse_config
-    from sfm_dpo.data.sources import check_output
     from sfm_dpo.planning.dataset import analyze_dataset
     from sfm_dpo.planning.dataset_report import draw_lengths, format_analysis
 
@@ -54,9 +54,10 @@ def main(argv: list[str]) -> None:
         defaults += [f"--dataset_name={DATASET}", f"--model_name_or_path={MODEL}"]
     config = parse_config([*defaults, *fields], training=False)  # the last one counts
     datasets = [entry.path for entry in config.data.datasets] or [str(config.train.dataset_name)]
+    places = {Path(dataset).expanduser().resolve() for dataset in datasets}
     for file in filter(None, (args.json, args.dropped)):
-        for dataset in datasets:
-            check_output(file, dataset)
+        if not places.isdisjoint((file.resolve(), *file.resolve().parents)):
+            raise UserError(f"{file}: is the dataset itself, or in its folder; choose another file")
     result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, args.dropped)
     print(format_analysis(result))
     if args.json:

@@ -10,7 +10,6 @@ Other options are train_dpo.py's. docs/memory-and-speed.md explains the numbers.
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
@@ -23,7 +22,7 @@ from sfm_dpo.common.files import write_json
 @command
 def main(argv: list[str]) -> None:
     own = Arguments(description=__doc__)
-    own.add_argument("--gpu", help="default: this machine's, or else b200")
+    own.add_argument("--gpu", default="b200", help="b200, h100, ... (docs/memory-and-speed.md)")
     own.add_argument("--num_gpus", type=number(int, 1), default=4)
     own.add_argument("--num_nodes", type=number(int, 1), default=1)
     own.add_argument("--mfu", type=number(float, 0.001, 1), help="default: the measured one, or else 0.3")
@@ -32,30 +31,31 @@ def main(argv: list[str]) -> None:
     own.add_argument("--pairs", type=number(int, 1), help="plan for this many pairs")
     own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv or ["--help"])
+    import numpy as np
+
     from sfm_dpo.config import parse_config
+    from sfm_dpo.config_checks import check_known
     from sfm_dpo.config_short_run import short_run
     from sfm_dpo.data.lengths import Lengths
     from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config
-    from sfm_dpo.planning.run_plan import Cluster, Planner, find_gpu, format_plan, read_lengths
+    from sfm_dpo.planning.run_plan import GPU_MEMORY, Efficiency, Planner, format_plan, read_efficiency, read_lengths
 
-    gpu, memory = find_gpu(ours.gpu)
+    gpu = ours.gpu.upper()
+    check_known("--gpu", gpu, GPU_MEMORY)
     os.environ.update(CPU_ONLY)
-    cluster = Cluster(gpu, ours.num_gpus * ours.num_nodes, memory=memory)
-    if ours.mfu:
-        cluster = replace(cluster, mfu=ours.mfu, source="--mfu")
-    elif ours.measured:
-        cluster = cluster.measured(ours.measured)
     config = parse_config(short_run(fields, eval_fraction=None), training=False)  # held-out pairs are not trained on
     shape = load_model_config(config)
     if ours.lengths:
-        lengths, pairs = read_lengths(ours.lengths)
+        lengths = read_lengths(ours.lengths)
     else:
-        tokens = load_token_pairs(config, load_tokenizer(config)).train
-        lengths = Lengths.of(tokens)
-        pairs = len(tokens)
-    planner = Planner(config, shape, lengths, ours.pairs or pairs, cluster)
-    plan = planner.plan()
+        lengths = Lengths.of(load_token_pairs(config, load_tokenizer(config)).train)
+    if ours.pairs:
+        lengths = lengths.select(np.arange(ours.pairs) % len(lengths))
+    efficiency = read_efficiency(ours.measured) if ours.measured else Efficiency()
+    if ours.mfu:
+        efficiency = Efficiency(ours.mfu, "--mfu")
+    plan = Planner(config, shape, lengths, gpu, ours.num_gpus * ours.num_nodes, efficiency).plan()
     print(format_plan(plan))
     if ours.json:
         write_json(ours.json, plan)

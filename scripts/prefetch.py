@@ -18,7 +18,6 @@ from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import user_input
 from sfm_dpo.config import parse_config
 from sfm_dpo.config_checks import read_eval_sets
-from sfm_dpo.data.filters import load_evaluation_set
 from sfm_dpo.data.sources import explain_cache_errors, load_rows
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 
@@ -47,8 +46,6 @@ def main(argv: list[str]) -> None:
         for entry in [*(config.data.datasets or [single]), *held_out]:
             rows = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
             print(f"data {entry.path}: {len(rows):,} rows", flush=True)
-        for name in args.drop_contaminated or ():
-            load_evaluation_set(name)
         return
     pairs = load_token_pairs(config, load_tokenizer(config))
     print(f"data\n{pairs.table()}")

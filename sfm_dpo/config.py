@@ -70,11 +70,9 @@ class TrainConfig(DPOConfig):
     # Filters (docs/data.md)
     filter_script: str | None = HfArg(default=None, help="Python file; its keep(row) decides which rows to use.")
     drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Drop repeats of a pair or prompt.")
-    drop_contaminated: list[str] | None = HfArg(default=None, help="Evaluation sets; drop pairs with a prompt of one.")
-    control_tokens: Literal["accept", "drop"] = HfArg(default="accept", help="Special tokens in messages.")
     # Speed; what is decided where a field is unset is in train/settings.py
     per_device_train_batch_size: int | None = HfArg(default=None, help="Pairs in a micro-batch.")
-    train_sampling_strategy: Literal["batch_rebalance", "random", "group_by_length", "sequential"] = HfArg(
+    train_sampling_strategy: Literal["batch_rebalance", "random"] = HfArg(
         default="batch_rebalance", help="Order of the pairs, and which of them share a micro-batch."
     )
     padding_free: bool | None = HfArg(default=None, help="Pack sequences instead of padding them.")
@@ -163,7 +161,7 @@ FIELD_GROUPS = {
         model_init_kwargs use_peft lora_r lora_alpha lora_dropout lora_target_modules""",
     "Data": """dataset_name dataset_config dataset_train_split datasets max_samples eval_fraction eval_datasets
         max_length max_prompt_length truncation_mode max_dropped_fraction filter_script drop_duplicates
-        drop_contaminated control_tokens overlong mask_tool_results dataset_num_proc""",
+        overlong mask_tool_results dataset_num_proc""",
     "Objective and optimizer": """loss_type loss_weights beta label_smoothing allow_unnormalized_beta learning_rate
         lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps weight_decay max_grad_norm
         optim router_aux_loss_coef""",

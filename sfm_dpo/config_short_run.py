@@ -18,7 +18,7 @@ ONE_PAIR = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
 UNCOMPILED = {"torch_compile": False, "torch_compile_backend": "", "torch_compile_mode": ""}
 # Fields about the recipe's own rows
 WITH_OTHER_DATA = {
-    **dict.fromkeys("datasets dataset_config max_samples filter_script drop_contaminated".split(), ""),
+    **dict.fromkeys("datasets dataset_config max_samples filter_script".split(), ""),
     "dataset_train_split": "train",
     "drop_duplicates": "no",
 }

@@ -24,7 +24,6 @@ RECIPE = {
     "guard_generations": 10,
     "filter_script": "keep.py",
     "drop_duplicates": "prompts",
-    "drop_contaminated": ["questions.jsonl"],
     "eval_command": "no_such_command {checkpoint} {out}",
     "profile_steps": [3, 4],
     "report_to": ["wandb", "tensorboard"],
@@ -67,8 +66,7 @@ def test_the_data_and_their_filters_are_the_recipes_unless_they_are_replaced(arg
     other = parse_config(short_run(argv, dataset="other.jsonl"))
     assert_short(other)
     assert other.data.datasets == [] and other.train.dataset_name == "other.jsonl" and other.train.max_samples is None
-    assert other.train.filter_script is None and other.train.drop_contaminated is None
-    assert other.train.drop_duplicates == "no"
+    assert other.train.filter_script is None and other.train.drop_duplicates == "no"
 
 
 def test_preflight(argv, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,7 @@ DROP_REASONS = {
     "tool_results": "tool results cannot be told from the model's words (mask_tool_results: false trains on both)",
     "prompt_too_long": "prompt leaves no room for a response within max_length",
     "script": "rejected by filter_script",
-    "contaminated": "prompt has 13 words in a row in common with a set of drop_contaminated",
     "duplicate": "repeats an earlier pair or prompt (drop_duplicates)",
-    "control_tokens": "special tokens in its texts (control_tokens: drop)",
     "too_long": "longer than max_length (overlong: drop)",
 }
 # What a row has and training does not see; the keys, with spaces between them, are the column `ignored`
@@ -38,7 +35,7 @@ IGNORED = {
     "system": "have a column system, which is not read; make it a message of the prompt",
     "prompt": "lose the beginning of their prompt by max_prompt_length",
 }
-FILTERS = ("script", "contaminated", "duplicate", "control_tokens", "too_long")  # they drop usable pairs on request
+FILTERS = ("script", "duplicate", "too_long")  # they drop usable pairs on request
 
 
 @dataclass(frozen=True)
@@ -148,13 +145,6 @@ def describe_ignored(tokens: Dataset) -> list[str]:
             first = min(tokens.select_columns(["row", "source"]).select(found), key=lambda origin: origin["row"])
             lines.append(f"{len(found):,} pairs {text}, first in row {first['row']} of {first['source']}")
     return lines
-
-
-def read_text(side: str | list[dict], left_out: Sequence[str] = ("system",)) -> str:
-    """The text of a prompt or response; by default without system messages, which many prompts share."""
-    if isinstance(side, str):
-        return side
-    return "\n".join(message["content"] for message in side if message["role"] not in left_out)
 
 
 def drop_rows(rows: Dataset, reasons: np.ndarray) -> tuple[Dataset, list[dict[str, Any]]]:

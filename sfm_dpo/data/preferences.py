@@ -1,14 +1,16 @@
-"""Preference pairs: rows of any published dataset format are normalised, checked, mixed, sampled and split.
+"""Preference pairs: rows of any published dataset format are normalised, filtered, mixed, sampled and split.
 
 A usable row has `prompt`, `chosen` and `rejected`: message lists ({"role", "content", ...}), or strings of plain text;
 `template`, JSON of its `tools` and `chat_template_kwargs`, as in TRL; `source` and `row`, the dataset and the row's
 number in it, from 1; `ignored`, keys of pairs.IGNORED; and `prompt_key` and `pair_key`, hashes that identify repeats.
 """
 
+import functools
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import runpy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +22,15 @@ from datasets.fingerprint import Hasher
 from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows
-from sfm_dpo.data.filters import filter_pairs, keeps, load_keep
 from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.sources import column_names, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
-PAIRS_VERSION = 8
+PAIRS_VERSION = 9
 TOOL_ROLES = ("tool", "environment")  # they hold the result of a call
 RESPONSE_ROLES = ("assistant", *TOOL_ROLES)
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
@@ -51,20 +52,40 @@ def load_pairs(config: Config) -> Pairs:
     args = config.train
     single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
     pairs = read_pairs(config.data.datasets or [single], args.dataset_num_proc, args.filter_script)
-    in_order = args.train_sampling_strategy == "sequential"
-    train, filtered = filter_pairs(pairs.train, args.drop_duplicates, args.drop_contaminated, args.dataset_num_proc)
+    train, repeats = drop_repeats(pairs.train, args.drop_duplicates)
     if args.max_samples is not None and args.max_samples < len(train):
         drawn = np.random.default_rng(args.seed).permutation(len(train))[: args.max_samples]  # as Dataset.shuffle
-        train = train.select(np.sort(drawn) if in_order else drawn)
+        train = train.select(drawn)
     splits = {"train": train}
     if args.eval_fraction and len(train):
-        splits = _split_by_prompt(train, args.eval_fraction, args.seed, in_order)
-    return replace(pairs, splits=splits, dropped_rows=pairs.dropped_rows + filtered)
+        splits = _split_by_prompt(train, args.eval_fraction, args.seed)
+    return replace(pairs, splits=splits, dropped_rows=pairs.dropped_rows + repeats)
 
 
-def _split_by_prompt(pairs: Dataset, fraction: float, seed: int, in_order: bool) -> dict[str, Dataset]:
-    """`pairs` in random order; HELD_OUT has the prompts of the first pairs, until it holds `fraction` of all pairs.
-    With `in_order`, `train` keeps the order of `pairs`."""
+@functools.cache
+def load_keep(script: str) -> Callable[[dict], Any]:
+    with user_input(f"filter_script {script}", "write a file with def keep(row): return True"):
+        return runpy.run_path(script)["keep"]
+
+
+def keeps(script: str, row: dict[str, Any]) -> bool:
+    keep = load_keep(script)
+    with user_input(f"filter_script {script}", f"correct keep(row) for the row {json.dumps(row, default=str)[:300]}"):
+        return bool(keep(row))
+
+
+def drop_repeats(pairs: Dataset, drop_duplicates: str) -> tuple[Dataset, list[dict[str, Any]]]:
+    """The pairs (preferences.py) without repeats, except the first of each; and the dropped pairs, as in
+    Pairs.dropped_rows."""
+    if drop_duplicates == "no":
+        return pairs, []
+    key = "prompt_key" if drop_duplicates == "prompts" else "pair_key"
+    repeats = pairs.select_columns(key).to_pandas().duplicated().to_numpy()
+    return drop_rows(pairs, np.where(repeats, "duplicate", ""))
+
+
+def _split_by_prompt(pairs: Dataset, fraction: float, seed: int) -> dict[str, Dataset]:
+    """`pairs` in random order; HELD_OUT has the prompts of the first pairs, until it holds `fraction` of all pairs."""
     drawn = np.random.default_rng(seed).permutation(len(pairs))  # as `train_test_split` of datasets
     keys = pairs.select_columns("prompt_key").to_pandas()["prompt_key"].iloc[drawn]
     sizes = keys.value_counts(sort=False)  # by prompt, in the order drawn
@@ -73,8 +94,7 @@ def _split_by_prompt(pairs: Dataset, fraction: float, seed: int, in_order: bool)
     if not 0 < is_held_out.sum() < len(pairs):
         found = f"{is_held_out.sum()} of {len(pairs)} pairs would be held out, of {len(sizes)} prompts"
         raise UserError(f"eval_fraction {fraction:g}: {found}; change it, or use more pairs")
-    train = drawn[~is_held_out]
-    return {"train": pairs.select(np.sort(train) if in_order else train), HELD_OUT: pairs.select(drawn[is_held_out])}
+    return {"train": pairs.select(drawn[~is_held_out]), HELD_OUT: pairs.select(drawn[is_held_out])}
 
 
 def read_pairs(entries: Sequence[DatasetConfig], num_proc: int | None, script: str | None = None) -> Pairs:
@@ -88,16 +108,12 @@ def read_pairs(entries: Sequence[DatasetConfig], num_proc: int | None, script: s
     for entry in entries:
         rows = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
         columns = column_names(rows)
-        missing = [name for name in ("chosen", "rejected") if name not in columns]
-        if not missing:
-            part, unusable = _normalize_rows(rows, entry.path, num_proc, script)
-            if "prompt" not in columns and not len(part) and {row["reason"] for row in unusable} == {"no_prompt"}:
-                missing = ["prompt"]
-        if missing:
+        if missing := [name for name in ("chosen", "rejected") if name not in columns]:
             raise UserError(
                 f"dataset_name {entry.path}: no column {' or '.join(missing)}; it has {', '.join(columns)}; rename "
                 "a column, or make pairs of scored answers (docs/data.md)"
             )
+        part, unusable = _normalize_rows(rows, entry.path, num_proc, script)
         parts.append(part)
         dropped += unusable
         count += len(rows)
@@ -140,16 +156,15 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
     is_json = json_rows.COLUMN in stored
     row = json.loads(stored[json_rows.COLUMN]) if is_json else dict(stored)
     template = None
-    ignored = "system" if row.get("system") else ""
     try:
-        fields = to_plain({name: row.get(name) for name in _FIELDS}, keep_null=is_json)
+        fields = row if is_json else drop_nulls({name: row.get(name) for name in _FIELDS})
         pair = normalize_pair(*(fields.get(name) for name in PARTS))
         tools = fields.get("tools")
         arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
         arguments |= fields.get("chat_template_kwargs") or {}
         if arguments:
             template = json.dumps(arguments)
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         pair = "malformed"
     dropped = pair if isinstance(pair, str) else ""
     sides: tuple[Any, Any, Any] = ([], [], []) if isinstance(pair, str) else pair
@@ -158,7 +173,7 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
     # Written as JSON here, because datasets 5.2 would parse text that happens to be valid JSON
     columns: dict[str, Any] = {name: _as_json(side) for name, side in zip(PARTS, sides, strict=True)}
     columns |= {"prompt_key": _hash(sides[0], template), "pair_key": _hash(*sides, template)}
-    columns |= {"source": source, "row": index + 1, "ignored": ignored}
+    columns |= {"source": source, "row": index + 1, "ignored": "system" if row.get("system") else ""}
     return columns | {"template": template, "dropped": dropped}
 
 
@@ -167,7 +182,7 @@ def _hash(*values: Any) -> str:
 
 
 def _as_json(value: Any) -> str:
-    return json.dumps(value, default=str)  # a Parquet file may hold dates, decimals and bytes
+    return json.dumps(value, default=str)  # a Parquet file may hold dates and decimals
 
 
 def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:
@@ -260,16 +275,13 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
     return messages
 
 
-def to_plain(value: Any, keep_null: bool) -> Any:
-    """`value` with bytes, dates and decimals as text and, unless `keep_null`, without keys that are None: Arrow gives
-    every struct of a column the keys of all others. Raises ValueError for bytes that are not UTF-8."""
+def drop_nulls(value: Any) -> Any:
+    """`value` without keys that are None: Arrow gives every struct of a column the keys of all others."""
     if isinstance(value, dict):
-        return {name: to_plain(item, keep_null) for name, item in value.items() if keep_null or item is not None}
+        return {name: drop_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [to_plain(item, keep_null) for item in value]
-    if isinstance(value, bytes):
-        return value.decode()
-    return value if isinstance(value, str | int | float | None) else str(value)
+        return [drop_nulls(item) for item in value]
+    return value
 
 
 def read_calls(calls: Any) -> list[Any]:

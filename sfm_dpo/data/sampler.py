@@ -85,8 +85,7 @@ class PairSampler(Sampler[int]):
     the largest micro-batch, for any usual number of pairs in it and any Layout, come first in the first epoch, so an
     out-of-memory error appears at once.
 
-    `strategy`, TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps with balanced micro-batches;
-    group_by_length, sorted within 50 global batches; sequential, the order of the data.
+    `strategy`, TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps with balanced micro-batches.
     """
 
     lengths: Lengths  # of the N pairs, truncated
@@ -138,14 +137,7 @@ class PairSampler(Sampler[int]):
         return self._steps[epoch]
 
     def _order_steps(self, epoch: int) -> np.ndarray:
-        if self.strategy == "sequential":
-            return np.arange(len(self)).reshape(-1, self.global_batch)
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.lengths))[: len(self)]
-        if self.strategy == "group_by_length":
-            tokens = self.lengths.computed(prefix_sharing=False)
-            window = 50 * self.global_batch  # as in transformers' LengthGroupedSampler
-            windows = (order[i : i + window] for i in range(0, len(order), window))
-            order = np.concatenate([rows[np.argsort(-tokens[rows], kind="stable")] for rows in windows])
         steps = order.reshape(-1, self.global_batch)
         return self._put_largest_first(steps) if epoch == 0 else steps
 
@@ -170,16 +162,6 @@ class PairSampler(Sampler[int]):
         steps = np.concatenate([self.steps(epoch) for epoch in range(self.epochs)])
         micro_batches = self.micro_batches(steps, size).reshape(-1, size)
         return micro_batches[self.layout.count(micro_batches).argmax()]
-
-    def imbalance(self, size: int, ranks: int) -> float:
-        """Work of the slowest rank over the mean work, if each rank takes micro-batches of `size` pairs and waits for
-        the others after each; over at most 100 steps of the first epoch."""
-        steps = self.steps(0)
-        micro_batches = self.micro_batches(steps[:: math.ceil(len(steps) / 100)], size)
-        is_padded = self.layout.longest is not None
-        work = self.layout.count(micro_batches) if is_padded else self.layout.cost[micro_batches].sum(axis=-1)
-        together = work.reshape(-1, ranks)
-        return float(together.max(axis=1).sum() / together.mean(axis=1).sum())
 
     def fingerprint(self, epoch: int) -> str:
         """Hash of the sorted rows of each step: the rank and micro-batch of a pair do not change the gradient."""

@@ -42,39 +42,23 @@ def explain_cache_errors(folder: Path | None = None, end: type[RunEnd] = UserErr
 def load_rows(
     path: str,
     name: str | None = None,
-    split: str | None = "train",
+    split: str = "train",
     data_dir: str | None = None,
     data_files: Any = None,
-) -> Any:
-    """All rows and columns of a split (None: a mapping of all splits), from a local .json/.jsonl/.parquet file, a
-    folder of such files, or a Hub id; the arguments are those of `datasets.load_dataset`. Raises UserError for what
-    cannot be read."""
+) -> Dataset:
+    """All rows and columns of a split, from a local .json/.jsonl/.parquet file, a folder of such files, or a Hub id;
+    the arguments are those of `datasets.load_dataset`. Raises UserError for what cannot be read."""
     local = Path(path).expanduser()
-    if os.path.exists(local):
+    if os.path.exists(local):  # Path.exists would raise in a folder without permission
         if given := name or data_dir or data_files:
             raise UserError(f"dataset_name {path}: a local file or folder has no {given}; remove it")
         return _load_local(local, split)
-    if is_local(path) or path.count("/") > 1:
+    if local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder; check the path")
     offline = "if this machine has no network, run scripts/prefetch.py on one that has"
     remedy = f"{offline}; a gated or private dataset needs HF_TOKEN"
     with user_input(f"dataset_name {path}: not a local file, and not loaded from the Hub", remedy):
         return _load_any(path, name, split=split, data_dir=data_dir, data_files=data_files)
-
-
-def is_local(path: str) -> bool:
-    """Whether `path` is, or looks like, a local file or folder and not a Hub id."""
-    local = Path(path).expanduser()
-    is_name_of_file = local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~"))
-    return is_name_of_file or os.path.exists(local)  # Path.exists would raise in a folder without permission
-
-
-def check_output(file: Path, dataset: str) -> None:
-    """Raises UserError if a file to be written is, or would become, a file of a local dataset."""
-    place = Path(dataset).expanduser().resolve()
-    written = file.resolve()
-    if written.suffix in LOCAL_FORMATS and place in (written, *written.parents):
-        raise UserError(f"{file}: is the dataset itself, or in its folder; choose another file")
 
 
 def column_names(rows: Dataset) -> list[str]:
@@ -97,7 +81,7 @@ def _load_any(*args: Any, **options: Any) -> Any:
             raise error.__cause__ or error from None
 
 
-def _load_local(path: Path, split: str | None) -> Any:
+def _load_local(path: Path, split: str) -> Dataset:
     files = [path]
     if path.is_dir():
         visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
@@ -111,23 +95,21 @@ def _load_local(path: Path, split: str | None) -> Any:
         if not os.access(file, os.R_OK):
             raise UserError(f"dataset_name {file}: cannot be read; check its permissions")
     with user_input(f"dataset_name {path}: cannot be read", "check that it is complete and has rows of this split"):
-        place = str(path.resolve() if path.is_dir() else path.absolute())
-        pattern = glob.escape(place)  # datasets would read a name with [ ] ? * as a pattern
-        if not path.is_dir():
-            return _load_any(formats.pop(), data_files=[pattern], split=split)
-        _check_splits(path, pattern, files)
-        if pattern == place:  # file names may tell several splits, as in a copy of a Hub dataset
-            return _load_any(place, split=split)
-        return _load_any(formats.pop(), data_dir=pattern, split=split)
+        if path.is_dir():
+            _check_splits(path, files)
+            return _load_any(str(path.resolve()), split=split)
+        name = glob.escape(str(path.absolute()))  # datasets would read [ ] ? * as a pattern
+        return _load_any(formats.pop(), data_files=[name], split=split)
 
 
-def _check_splits(folder: Path, pattern: str, files: list[Path]) -> None:
+def _check_splits(folder: Path, files: list[Path]) -> None:
     """Raises UserError for a file that `datasets` would leave out: if the name of one file tells a split, files whose
     names tell none are in no split. The README of a Hub dataset may choose the files itself."""
     readme = folder / "README.md"
     if readme.is_file() and "\nconfigs:" in readme.read_text():
         return
-    splits = DataFilesDict.from_patterns(get_data_patterns(pattern), base_path=pattern)
+    place = str(folder.resolve())
+    splits = DataFilesDict.from_patterns(get_data_patterns(place), base_path=place)
     used = {Path(file).resolve() for names in splits.values() for file in names}
     if unused := [file for file in files if file.resolve() not in used]:
         found = f"is in none of the splits that the names of the files tell ({', '.join(map(str, splits))})"

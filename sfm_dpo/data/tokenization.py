@@ -34,7 +34,7 @@ from sfm_dpo.model.loading import load_model_config
 
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
 # span or a drop reason.
-TOKENS_VERSION = 9
+TOKENS_VERSION = 10
 # Rows per tokenizer call: it needs about 300 bytes per token besides the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 _TOKENS = Features(
@@ -129,7 +129,7 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> Toke
 
 def _tokenize_for_training(texts: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TokenPairs:
     texts.check_dropped(args.max_dropped_fraction)
-    names = "max_length max_prompt_length overlong control_tokens mask_tool_results".split()
+    names = "max_length max_prompt_length overlong mask_tool_results".split()
     fields = {name: getattr(args, name) for name in names}
     pairs = tokenize_splits(texts, tokenizer, num_proc=args.dataset_num_proc, **fields)
     pairs.check_dropped(args.max_dropped_fraction)
@@ -163,7 +163,6 @@ def tokenize_pairs(
     max_prompt_length: int | None = None,
     num_proc: int | None = None,
     overlong: str = "truncate",
-    control_tokens: str = "accept",
     mask_tool_results: bool = True,
 ) -> tuple[Dataset, list[dict[str, Any]]]:
     """The columns of _TOKENS except `dropped` for `pairs` (preferences.py), and the unusable rows, as in
@@ -189,13 +188,11 @@ def tokenize_pairs(
     )
     if max_prompt_length:
         tokens = _cut_prompts(tokens, max_prompt_length, num_proc)
-    names = ["prompt_length", "chosen_length", "rejected_length", "dropped", "control_tokens"]
+    names = ["prompt_length", "chosen_length", "rejected_length", "dropped"]
     columns = tokens.select_columns(names).with_format("numpy")[:]
     reasons = np.asarray(columns["dropped"], dtype=object)
     is_empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
     reasons[(reasons == "") & is_empty] = "empty_response"
-    if control_tokens == "drop":
-        reasons[(reasons == "") & columns["control_tokens"]] = "control_tokens"
     if max_length is not None:
         trained = count_trained(tokens, max_length)
         unused = Lengths.from_columns(columns).find_unused(trained, max_length, None, overlong)

@@ -18,7 +18,7 @@ from sfm_dpo.common.errors import PreflightRefused
 from sfm_dpo.common.files import format_table, write_json
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import main_loss
-from sfm_dpo.data.answers import compare_sides, find_traits, tabulate_sides
+from sfm_dpo.data.answers import compare_sides, tabulate_sides
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import describe_ignored
 from sfm_dpo.health.preflight_rules import MOVE, Figure, compute_pair_figures, exact, format_finding, judge_base_model
@@ -112,12 +112,8 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
             finding["what"] = "; ".join(describe_ignored(dataset))
     reasons = [format_finding(finding) for finding in findings]
 
-    sources = np.array(dataset["source"][:], dtype=object)
-    ids = [row[name] for name in ("chosen_ids", "rejected_ids") for row in rows]
-    traits = find_traits(tokenizer.batch_decode(ids, skip_special_tokens=True))
-    sides: dict[str, Any] = {name: (sources[sample], np.reshape(has, (2, -1)).T) for name, has in traits.items()}
-    sides |= {"tokens": (sources[judged], responses), "base margin": (sources[judged], logps / responses)}
-    by_source = compare_sides(sides)
+    sources = np.array(dataset["source"][:], dtype=object)[judged]
+    by_source = compare_sides(sources, {"tokens": responses, "base margin": logps / responses})
 
     means = tabulate_means(figures, f"{len(judged):,} of {len(dataset):,}", show_boundary(rows[0], tokenizer))
     columns = [*zip(*tabulate_sides(by_source), strict=True)]

@@ -56,24 +56,21 @@ class Activations:
         return cls(saved, saved + last.peak - last.saved)
 
 
-def trace_activations(
-    config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, copies: float | None = None
-) -> Activations:
+def trace_activations(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool) -> Activations:
     """Activations of the backbone, without the LM head, on the packed path: traced at two lengths, and with one and
-    two blocks of each kind, to find what each token and each further block adds. `copies`: second copies of keys for
-    each computed token under prefix sharing, or None without it."""
+    two blocks of each kind, to find what each token and each further block adds."""
     text = config.get_text_config()
     if dtype == torch.float32 and count_experts(text):
-        half = trace_activations(config, torch.bfloat16, checkpointing, copies)  # products over experts need 16 bit
+        half = trace_activations(config, torch.bfloat16, checkpointing)  # products over experts need 16 bit
         return Activations(2 * half.saved, 2 * half.peak)
     counts = count_kinds(text)
     totals = []
     for tokens in (TRACED_TOKENS, 2 * TRACED_TOKENS):
-        one_each = _trace_bytes(config, dtype, checkpointing, list(counts), tokens, copies)
+        one_each = _trace_bytes(config, dtype, checkpointing, list(counts), tokens)
         others = 0
         for kind, count in counts.items():
             if count > 1:
-                with_another = _trace_bytes(config, dtype, checkpointing, [*counts, kind], tokens, copies)
+                with_another = _trace_bytes(config, dtype, checkpointing, [*counts, kind], tokens)
                 others = others + (count - 1) * (with_another - one_each)
         totals.append(one_each + others)
     per_token = (totals[1] - totals[0]) / TRACED_TOKENS
@@ -130,12 +127,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _trace_bytes(
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    share: float,
-    kinds: list[str],
-    tokens: int,
-    copies: float | None,
+    config: PretrainedConfig, dtype: torch.dtype, share: float, kinds: list[str], tokens: int
 ) -> np.ndarray:
     """[2] bytes besides the weights, after the forward and at the backward's peak, with a block for each kind, a
     `share` of them checkpointed."""
@@ -147,7 +139,7 @@ def _trace_bytes(
         for parameter in model.parameters():  # as the launchers do: a gradient is freed once it is reduced
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
         weights = live.now
-        output = run_backbone(model, tokens, copies)
+        output = run_backbone(model, tokens)
         saved = live.now
         output.sum().backward()
         return np.array([saved - weights, live.peak - weights], dtype=float)
@@ -169,16 +161,11 @@ def build_backbone(config: PretrainedConfig, dtype: torch.dtype, kinds: list[str
     return model
 
 
-def run_backbone(model: PreTrainedModel, tokens: int, copies: float | None) -> torch.Tensor:
+def run_backbone(model: PreTrainedModel, tokens: int) -> torch.Tensor:
     """Its last hidden states for a row of `tokens`."""
     ids = torch.zeros(1, tokens, dtype=torch.long)
     bounds = torch.zeros(TRACED_SEQUENCES + 1, dtype=torch.int32)
-    shared: dict[str, torch.Tensor] = {}
-    if copies is not None:
-        keys = torch.zeros(tokens + round(copies * tokens), dtype=torch.int32)
-        shared = {"shared_keys": keys, "shared_order": keys}
-    boundaries = boundary_arguments(bounds, tokens, **shared)
-    boundaries["attention_mask"] = ids.new_empty(0, 0, 0, 0)
+    boundaries = boundary_arguments(bounds, tokens) | {"attention_mask": ids.new_empty(0, 0, 0, 0)}
     return model.base_model(ids, position_ids=ids, use_cache=False, **boundaries).last_hidden_state
 
 

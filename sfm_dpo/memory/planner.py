@@ -6,7 +6,7 @@ submission choose one in the same way (`MemoryPlanner.choose`).
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -31,17 +31,6 @@ def memory_limit(total: float, memory_gib: float | None) -> float:
     return memory_gib * 2**30 if memory_gib else USABLE * total
 
 
-class MicroBatch(NamedTuple):
-    """The largest micro-batch of a run with `per_device` pairs per device."""
-
-    per_device: int
-    tokens: int  # computed tokens, including padding if there is any
-    copies: int  # second copies of keys under prefix sharing
-    responses: int  # tokens that reach the LM head
-    imbalance: float  # work of the slowest rank over the mean of all ranks
-    mean_tokens: float  # computed tokens, without padding, of the average micro-batch
-
-
 @dataclass(frozen=True)
 class Candidate:
     per_device: int  # pairs in a micro-batch
@@ -50,7 +39,7 @@ class Candidate:
     tokens: int  # computed in the largest micro-batch
     activations: int  # bytes of them at their peak
     bytes: int  # peak of a process
-    work: float  # relative to a run without recomputation whose ranks never wait
+    work: float  # relative to a run without recomputation
     smaller: str | None = None  # options of the next candidate that takes less memory
 
     @property
@@ -94,41 +83,32 @@ class MemoryPlanner:
         self.trained = (self.adapter or self.model).num_parameters(only_trainable=True)
 
     @cached_property
-    def micro_batches(self) -> list[MicroBatch]:
-        """The largest micro-batch for each usual number of pairs per device and the configured one, if the global
-        batch is a multiple of it."""
+    def micro_batches(self) -> dict[int, tuple[int, int]]:
+        """For each usual number of pairs per device and the configured one, if the global batch is a multiple of it,
+        of the largest micro-batch: computed tokens, with padding, and tokens that reach the LM head."""
         args = self.config.train
         asked = asked_pairs(args) or 1
         sampler = PairSampler.of(self.lengths, args, asked, self.packed, self.prefix_sharing)
-        micro_batches = []
+        micro_batches = {}
         for size in sorted({*FIRST_STEPS_FOR, asked}):
             if args.global_batch_size % (size * self.gpus):
                 continue
             rows = sampler.largest_micro_batch(size)
-            tokens = int(sampler.layout.count(rows))
-            copies = max(0, int(self.lengths.sequences[rows].sum()) - tokens)
-            responses = int(self.lengths.responses[rows].sum())
-            imbalance = sampler.imbalance(size, self.gpus)
-            mean_tokens = size * float(sampler.layout.tokens.mean())
-            micro_batches.append(MicroBatch(size, tokens, copies, responses, imbalance, mean_tokens))
+            micro_batches[size] = int(sampler.layout.count(rows)), int(self.lengths.responses[rows].sum())
         return micro_batches
 
     @cached_property
     def activations(self) -> tuple[Activations, Activations]:
         """With all layers checkpointed, and with none."""
-        copies = None
-        if self.prefix_sharing:
-            copies = max(batch.copies / batch.tokens for batch in self.micro_batches)
-        checkpointed = trace_activations(self.model_config, self.dtype, True, copies)
-        return checkpointed, trace_activations(self.model_config, self.dtype, False, copies)
+        checkpointed = trace_activations(self.model_config, self.dtype, True)
+        return checkpointed, trace_activations(self.model_config, self.dtype, False)
 
     def states(self, launch: str, zero: dict[str, Any]) -> dict[str, int]:
         """Bytes on each GPU for weights, gradients, AdamW's moments, buffers, and a live reference model.
 
-        `launch`: zero2 and zero3 as in DeepSpeed's estimators (estimate_zero2_model_states_mem_needs), with `zero`,
-        its `zero_optimization`; fsdp2: all states in fp32, and as buffers a 16-bit copy of two gathered blocks, as
-        much for gradients being reduced, and the embedding or head; none (also DDP): unsharded, autocast's 16-bit copy
-        of the weights, and DDP's gradient buckets.
+        `launch`: zero2 and zero3 as in DeepSpeed's estimators, with `zero`, its `zero_optimization`; fsdp2: fp32, and
+        as buffers 16-bit copies of two gathered blocks, their gradients, and the embedding or head; none (also DDP):
+        unsharded, autocast's 16-bit copy of the weights, and DDP's gradient buckets.
         """
         gpus = self.gpus
         size = self.dtype.itemsize
@@ -169,15 +149,15 @@ class MemoryPlanner:
         forwards = 3 if args.precompute_ref_log_probs else 4  # in a step; the backward counts as two
         layers = self.model_config.get_text_config().num_hidden_layers
         update = 4 * self.trained // self.gpus  # DeepSpeed's copy of a rank's gradients, after activations are freed
+        fixed = FIXED_TOKENS / self.lengths.computed(self.prefix_sharing).mean() if self.on_gpu else 0.0
         candidates = []
-        for batch in self.micro_batches:
-            head = head_bytes(self.model_config, batch.responses, self.dtype, self.on_gpu)
+        for pairs, (tokens, responses) in self.micro_batches.items():
+            head = head_bytes(self.model_config, responses, self.dtype, self.on_gpu)
             for count in range(layers + 1):
-                work = batch.imbalance * (1 + count / layers / forwards)
-                work += FIXED_TOKENS / batch.mean_tokens if self.on_gpu else 0
-                activations = Activations.mix(*self.activations, count / layers).peak_bytes(batch.tokens, head)
+                work = 1 + count / layers / forwards + fixed / pairs
+                activations = Activations.mix(*self.activations, count / layers).peak_bytes(tokens, head)
                 size = states + max(update, round(ratio * activations))
-                candidates.append(Candidate(batch.per_device, count, layers, batch.tokens, activations, size, work))
+                candidates.append(Candidate(pairs, count, layers, tokens, activations, size, work))
         return sorted(candidates, key=lambda candidate: (round(candidate.work, 3), -candidate.per_device))
 
     def choose(

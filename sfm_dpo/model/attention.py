@@ -7,13 +7,11 @@ sequence. Keys and values are gathered, with their own boundaries, and the causa
 """
 
 import logging
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn import attention as torch_attention
-from torch.nn.attention._fa4 import register_flash_attention_fa4
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -71,13 +69,13 @@ def usable_kernels(choice: str) -> list[str]:
     """The kernels besides FA2 that `flash_attention: choice` may use: those installed that fit the GPU, or itself."""
     if choice != "auto":
         return [choice] if choice in ("fa3", "fa4") else []
-    major, minor = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability()
     fitting = {
-        "fa3": (major, minor) == (9, 0) and is_flash_attn_3_available(),
-        "fa4": major in (9, 10) and is_flash_attn_4_available(),
+        "fa3": capability == (9, 0) and is_flash_attn_3_available(),
+        "fa4": capability[0] in (9, 10) and is_flash_attn_4_available(),
     }
     usable = [kernel for kernel, fits in fitting.items() if fits]
-    if major == 10 and not usable:
+    if capability[0] == 10 and not usable:
         remedy = 'pip install "flash-attn-4[cu13]==4.0.0b17"; the next run compares and times it'
         log.info(f"attention by FA2 on sm_100: FA4 adds over 10 points of MFU (counted, not measured): {remedy}")
     return usable
@@ -89,8 +87,6 @@ def activate_flash(choice: str) -> None:
     torch_attention.restore_flash_attention_impl(_raise_warn=False)
     if name == "FA2":
         return
-    fa4 = partial(register_flash_attention_fa4, module_path="sfm_dpo.model.flash4")
-    torch_attention.register_flash_attention_impl("FA4", register_fn=fa4)
     try:
         torch_attention.activate_flash_attention_impl(name)
     except Exception as error:  # its package is not installed, or raises any other error

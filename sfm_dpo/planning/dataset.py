@@ -4,7 +4,6 @@ It reads and tokenises as training does, into the same cache; docs/data.md descr
 """
 
 import functools
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets
 
 from sfm_dpo.config import Config
-from sfm_dpo.data.answers import TRAITS, compare_sides, find_faults, read_answers
+from sfm_dpo.data.answers import compare_sides, find_faults
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import DROP_REASONS, describe_ignored
 from sfm_dpo.data.preferences import load_pairs
@@ -36,31 +35,27 @@ def analyze_dataset(
         loaded.write_dropped(dropped_file)
     loaded.check_dropped(limit=1.0)  # unusable rows stop training, but are reported here
     # Split by split, as in training, because the cache is keyed by the fingerprint of each
-    options: dict[str, Any] = {"control_tokens": args.control_tokens, "mask_tool_results": args.mask_tool_results}
-    pairs = tokenize_splits(loaded, tokenizer, num_proc=args.dataset_num_proc, **options)
+    options: dict[str, Any] = {"num_proc": args.dataset_num_proc, "mask_tool_results": args.mask_tool_results}
+    pairs = tokenize_splits(loaded, tokenizer, **options)
     if dropped_file:
         pairs.write_dropped(dropped_file)
     pairs.check_dropped(limit=1.0)
     texts = concatenate_datasets(list(loaded.splits.values()))
     tokens = concatenate_datasets(list(pairs.splits.values()))
-    usable = pairs.rows - len(loaded.dropped_rows)
-    answers = read_answers(texts, args.dataset_num_proc)
     result = {
         "dataset": pairs.sources,
         "model": config.model.model_name_or_path,
         "rows": pairs.rows,
-        "usable": usable,
+        "usable": pairs.rows - len(loaded.dropped_rows),
         "dropped": dict(pairs.dropped),
         "pairs": len(tokens),
-        "sampled": args.max_samples is not None and usable > len(texts),
         "control_tokens": int(np.sum(tokens["control_tokens"][:])),
-        "faults": find_faults(texts, answers),
+        "faults": find_faults(texts, args.dataset_num_proc),
     }
     lengths = Lengths.of(tokens)
-    sources, token_sources = (np.array(part["source"][:], dtype=object) for part in (texts, tokens))
+    sources = np.array(tokens["source"][:], dtype=object)
     count = functools.lru_cache(maxsize=2)(functools.partial(count_trained, tokens))
-    sides = {name: (sources, answers[name]) for name in TRAITS} | {"tokens": (token_sources, count(None, None))}
-    result["sides"] = compare_sides(sides)
+    result["sides"] = compare_sides(sources, {"tokens": count(None, None)})
     model_config = load_model_config(config)
     result |= analyze_lengths(
         lengths,
@@ -72,15 +67,10 @@ def analyze_dataset(
         overlong=args.overlong,
     )
     best = result["recommendation"]
-    is_overlong = ~lengths.fit(best["max_length"], best["max_prompt_length"])
-    best["overlong_by_source"] = dict(Counter(token_sources[is_overlong].tolist()))
-    if is_overlong.any():
-        share = lengths.responses[is_overlong].sum() / lengths.responses.sum()
-        by_source = ", ".join(f"{source}: {count:,}" for source, count in best["overlong_by_source"].items())
+    if best["overlong"]:
         best["reason"] += (
             f"\nWith overlong: truncate, {best['cut']['chosen']:,} chosen and {best['cut']['rejected']:,} rejected "
-            f"answers lose their end. With overlong: drop, {best['overlong']:,} pairs are left out, with {share:.1%} "
-            f"of the response tokens ({by_source})."
+            f"answers lose their end. With overlong: drop, {best['overlong']:,} pairs are left out."
         )
     result["findings"] = _list_findings(result, texts, tokens)
     return result
@@ -104,7 +94,7 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> l
     add("warning", no_signal, "pairs are identical on both sides after truncation and teach nothing: raise max_length")
     repeated_pairs = len(texts) - len(set(texts["pair_key"]))
     add("warning", repeated_pairs, "pairs are exact repeats of earlier ones: set drop_duplicates to pairs")
-    text = "pairs contain special tokens, which act like the template's own: set control_tokens to drop"
+    text = "pairs contain special tokens, which act like the template's own: filter_script removes them"
     add("warning", result["control_tokens"], text)
     text = (
         "prompts are not a token prefix of prompt+response; their tokens after the shared ones are left out: compare "

@@ -15,7 +15,7 @@ from sfm_dpo.report.plots import COLORS, INK, STYLE
 NOTE = (
     "*: recommended. untruncated: pairs that lose no token. no signal: both responses are identical after truncation. "
     "dropped: no response token is left or, with overlong: drop, the pair is longer. tokens and FLOPs: per epoch, "
-    "without padding. step time: padding-free, relative to the recommendation. docs/data.md defines the traits."
+    "without padding. step time: padding-free, relative to the recommendation."
 )
 HEADINGS = "max_length,max_prompt_length,untruncated,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
@@ -53,8 +53,8 @@ def format_analysis(result: dict[str, Any]) -> str:
     """The analysis as text for a terminal; it ends with lines for a recipe."""
     findings = [f"  {finding['level']}: {finding['text']}" for finding in result["findings"]]
     best = result["recommendation"]
-    sample = f", a sample of {result['usable']:,}" if result["sampled"] else ""
-    parts = [f"{' + '.join(result['dataset'])}: {result['pairs']:,} pairs{sample}, tokens of {result['model']}"]
+    pairs = f"{result['pairs']:,} of {result['usable']:,} usable pairs"
+    parts = [f"{' + '.join(result['dataset'])}: {pairs}, tokens of {result['model']}"]
     for title, rows in build_tables(result).items():
         parts.append(f"{title}\n{format_table(rows[1:], rows[0], 'r')}")
     parts += [

@@ -6,10 +6,9 @@ explains how each number is computed.
 
 import json
 import math
-import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,98 +26,84 @@ from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, fit_buckets, zero
 from sfm_dpo.run.checkpoint import peak_checkpoint_count
 from sfm_dpo.run.reader import read_run
 
-# Model FLOPs utilisation at which hours are computed, unless a run has measured it. Published for bf16 at 7B: DPO
-# under DeepSpeed ZeRO-3 on 32 H100 0.028 (open-instruct #1827), pretraining on 4 H200 0.538 (KempnerForge)
-MFU = 0.3
-ASSUMED = "assumed; published for 7B: 0.03 to 0.54"
 TIGHT = 0.95  # of the limit
 # Bytes as reported by torch.cuda.mem_get_info, which a run reads. B300, GB200, GH200 and A100-40 are from torch's
 # out-of-memory messages in public issues ("has a total capacity of 184.31 GiB")
 GPU_MEMORY = {"B300": 287e9, "GB200": 197e9, "B200": 191e9, "H200": 150e9, "GH200": 101e9, "H100": 85e9}
 GPU_MEMORY |= {"A100": 85e9, "A100-40": 42.2e9, "L40S": 47.7e9}
-DRAWN = 20_000  # pairs that represent the data if only percentiles are known
 
 
-def find_gpu(asked: str | None) -> tuple[str, float | None]:
-    """The requested GPU, by default this machine's or else B200; and its bytes if this machine has it."""
-    words = re.split(r"\W", torch.cuda.get_device_name()) if torch.cuda.is_available() else []
-    name = asked.upper() if asked else next((known for known in GPU_MEMORY if known in words), "B200")
-    return name, torch.cuda.mem_get_info()[1] if name in words else None
+class Efficiency(NamedTuple):
+    """Model FLOPs utilisation at which hours are computed, and where it is from. Published for bf16 at 7B: DPO under
+    DeepSpeed ZeRO-3 on 32 H100 0.028 (open-instruct #1827), pretraining on 4 H200 0.538 (KempnerForge)."""
+
+    mfu: float = 0.3
+    source: str = "assumed; published for 7B: 0.03 to 0.54"
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """`gpus` GPUs of one kind, on which hours are computed at `mfu`, whose `source` the plan names."""
-
-    gpu: str
-    gpus: int
-    mfu: float = MFU
-    source: str = ASSUMED
-    memory: float | None = None  # bytes; default: GPU_MEMORY
-
-    def __post_init__(self) -> None:
-        if self.gpu not in GPU_MEMORY:
-            raise UserError(f"--gpu {self.gpu.lower()}: choose one of {', '.join(GPU_MEMORY).lower()}")
-
-    def measured(self, run: Path) -> "Cluster":
-        """With the efficiency of a run on such GPUs: the last logged one, or that of its calibration."""
-        facts = read_run(run)
-        device = next(iter(facts["environment"].get("gpus", [])), "none")
-        if self.gpu.removesuffix("-40") not in re.split(r"\W", device.upper()):
-            raise UserError(f"--measured {run}: it ran on {device}, the plan is for {self.gpu}; give that as --gpu")
-        logged = [entry["perf/mfu"] for entry in facts["log"] if "perf/mfu" in entry]
-        mfu = logged[-1] if logged else facts["data"].get("calibration", {}).get("mfu")
-        if not mfu:
-            raise UserError(f"--measured {run}: this run has not measured its MFU; give --mfu")
-        return replace(self, mfu=mfu, source=f"measured on {device}: {run}")
+def read_efficiency(run: Path) -> Efficiency:
+    """What a run has measured: the last logged one, or that of its calibration. Raises UserError if it has not."""
+    facts = read_run(run)
+    logged = [entry["perf/mfu"] for entry in facts["log"] if "perf/mfu" in entry]
+    mfu = logged[-1] if logged else facts["data"].get("calibration", {}).get("mfu")
+    if not mfu:
+        raise UserError(f"--measured {run}: this run has not measured its MFU; give --mfu")
+    return Efficiency(mfu, f"measured on {facts['environment']['gpus'][0]}: {run}")
 
 
-def read_lengths(path: Path) -> tuple[Lengths, int]:
-    """Lengths drawn from the percentiles in analyze_dataset.py's JSON, and the number of pairs they represent.
-    Prompts and responses are drawn independently, between two percentiles on a log scale, with a fixed seed."""
+def read_lengths(path: Path) -> Lengths:
+    """Lengths drawn from the percentiles in analyze_dataset.py's JSON. Prompts and responses are drawn independently,
+    between two percentiles on a log scale, with a fixed seed."""
     rng = np.random.default_rng(0)
     columns = {}
     with user_input(f"--lengths {path}", "give the JSON of analyze_dataset.py --json"):
         content = json.loads(path.read_text())
-        pairs = int(content["pairs"])
         for name in ("prompt", "chosen", "rejected"):
             values = content["percentiles"][name]
             points = sorted((float(q) / 100, value) for q, value in values.items() if q != "mean")
             shares, tokens = np.maximum(points, [[0, 1]]).T  # at least 1 token
-            columns[f"{name}_length"] = np.exp(np.interp(rng.random(DRAWN), shares, np.log(tokens))).round()
-    return Lengths.from_columns(columns), pairs
+            drawn = rng.random(int(content["pairs"]))
+            columns[f"{name}_length"] = np.exp(np.interp(drawn, shares, np.log(tokens))).round()
+    return Lengths.from_columns(columns)
 
 
 class Planner:
-    """The plan of a run on a cluster; `lengths`, not truncated, represent `pairs` pairs."""
+    """The plan of a run on `gpus` GPUs of one kind, from the lengths of its pairs, not truncated."""
 
-    def __init__(self, config: Config, model_config: PretrainedConfig, lengths: Lengths, pairs: int, cluster: Cluster):
+    def __init__(
+        self,
+        config: Config,
+        model_config: PretrainedConfig,
+        lengths: Lengths,
+        gpu: str,
+        gpus: int,
+        efficiency: Efficiency,
+    ):
         self.args = config.train
-        self.cluster = cluster
+        self.gpu = gpu
+        self.gpus = gpus
+        self.efficiency = efficiency
         micro_batch = asked_pairs(self.args) or 1
-        if self.args.global_batch_size % (micro_batch * cluster.gpus):
+        batch = self.args.global_batch_size
+        if batch % (micro_batch * gpus):
             raise UserError(
-                f"global_batch_size {self.args.global_batch_size} is not a multiple of per_device_train_batch_size "
-                f"{micro_batch} x {cluster.gpus} GPUs; give other --num_gpus or --per_device_train_batch_size"
+                f"global_batch_size {batch} is not a multiple of per_device_train_batch_size {micro_batch} x {gpus} "
+                "GPUs; give other --num_gpus or --per_device_train_batch_size"
             )
-        self.limit = memory_limit(cluster.memory or GPU_MEMORY[cluster.gpu], self.args.memory_gib)
+        self.limit = memory_limit(GPU_MEMORY[gpu], self.args.memory_gib)
         limits = (self.args.max_length, self.args.max_prompt_length)
         truncated = lengths.truncate(*limits)
         used = lengths.find_unused(truncated.responses, *limits, self.args.overlong) == ""
-        if not used.any():
-            raise UserError(f"max_length {self.args.max_length}: no pair is left to train on; raise it")
         self.lengths = truncated.select(used)
-        self.pairs = round(pairs * float(used.mean()))
-        self.scale = self.pairs / len(self.lengths)  # pairs of the training set per length
-        of_epoch = self.pairs // self.args.global_batch_size
+        of_epoch = len(self.lengths) // batch
+        if not of_epoch:
+            raise UserError(f"global_batch_size {batch}: there are only {used.sum()} pairs to train on; lower it")
         self.steps = self.args.max_steps
         if self.steps <= 0:  # not set
             self.steps = math.ceil(of_epoch * self.args.num_train_epochs)
-        self.epochs = self.steps / max(1, of_epoch)
-        # Lengths are repeated to represent all pairs, and to fill at least one global batch
-        rows = np.arange(max(self.pairs, self.args.global_batch_size)) % len(self.lengths)
+        self.epochs = self.steps / of_epoch
         packing = decide_packing(config, model_config)
-        self.memory = MemoryPlanner(config, model_config, self.lengths.select(rows), cluster.gpus, *packing)
+        self.memory = MemoryPlanner(config, model_config, self.lengths, gpus, *packing)
 
     def plan_launch(self, launch: str) -> dict[str, Any]:
         """Memory on each GPU, the requested setting or the one that a run chooses (the smallest if none fits),
@@ -140,32 +125,28 @@ class Planner:
         shared[:, 1] = sequences.sum(axis=1) - self.lengths.computed(self.memory.prefix_sharing)
         responses = int(self.lengths.responses.sum())
         lengths = torch.from_numpy(sequences.ravel())
-        forward = [  # FLOPs of policy and reference
-            self.scale * ForwardFlops.of(model)(lengths, responses, shared=torch.from_numpy(shared.ravel()))
+        policy, reference = (  # FLOPs of their forwards
+            ForwardFlops.of(model)(lengths, responses, shared=torch.from_numpy(shared.ravel()))
             for model in (self.memory.model, self.memory.reference)
-        ]
-        epochs = self.epochs
-        training = 3 * forward[0] * epochs
-        reference = forward[1] * (1 if self.args.precompute_ref_log_probs else epochs)
-        peak = (peak_flops(self.cluster.gpu) or math.nan) * self.cluster.gpus * 3600
-        hours = (training + reference) / peak / self.cluster.mfu
-        facts = {"hours": hours, "mfu": self.cluster.mfu, "source": self.cluster.source}
-        return {"flops": {"training": training, "reference": reference}} | facts
+        )
+        training = 3 * policy * self.epochs
+        if not self.args.precompute_ref_log_probs:
+            reference *= self.epochs
+        peak = (peak_flops(self.gpu) or math.nan) * self.gpus * 3600
+        hours = (training + reference) / peak / self.efficiency.mfu
+        return {"flops": {"training": training, "reference": reference}, "hours": hours} | self.efficiency._asdict()
 
     def plan(self) -> dict[str, Any]:
         """All values that scripts/plan.py prints, in bytes, tokens, FLOPs and hours."""
         memory = self.memory
-        batch = self.args.global_batch_size
-        if self.pairs < batch:
-            raise UserError(f"global_batch_size {batch}: there are only {self.pairs} pairs to train on; lower it")
         sequences = self.lengths.sequences
-        tokens = round(int(sequences.sum()) * self.scale)
         model = {"type": memory.model_config.model_type, "parameters": memory.parameters, "trained": memory.trained}
+        tokens = {"tokens": int(sequences.sum()), "longest_sequence": int(sequences.max())}
         return {
             "model": model,
-            "gpu": {"name": self.cluster.gpu, "limit": self.limit, "count": self.cluster.gpus},
-            "data": {"pairs": self.pairs, "tokens": tokens, "longest_sequence": int(sequences.max())},
-            "batch": {"global": batch, "steps": self.steps},
+            "gpu": {"name": self.gpu, "limit": self.limit, "count": self.gpus},
+            "data": {"pairs": len(self.lengths), **tokens},
+            "batch": {"global": self.args.global_batch_size, "steps": self.steps},
             "launches": {launch: self.plan_launch(launch) for launch in LAUNCHES},
             "time": self.plan_time(),
             "checkpoints": peak_checkpoint_count(self.args, COLLAPSE_STEPS),

@@ -4,7 +4,6 @@ import errno
 import json
 import re
 from datetime import date
-from decimal import Decimal
 
 import datasets
 import numpy as np
@@ -152,23 +151,18 @@ def test_text_stays_text_whatever_its_neighbours_are(write_rows, name):
     assert pairs.train["chosen"][: len(rows)] == [*JSON_LIKE, *([assistant(text)] for text in JSON_LIKE)]
 
 
-def test_dates_decimals_and_bytes_become_text_and_other_columns_are_not_decoded(tmp_path):
-    at = {"content": date(2024, 1, 2), "score": Decimal("1.5")}
-    row = {"prompt": b"q", "chosen": [A | at], "rejected": [B | at | {"content": date(2024, 1, 3)}], "tools": [at]}
-    rows = Dataset.from_list([row, row | {"prompt": b"\xff"}])
+def test_other_columns_are_not_decoded_and_bytes_are_malformed(tmp_path):
+    row = {"prompt": "q", "chosen": [A | {"at": date(2024, 1, 2)}], "rejected": [B], "tools": [{"raw": None}]}
+    rows = Dataset.from_list([row, row | {"tools": [{"raw": b"c"}]}])
     image = Dataset.from_dict({"image": [{"bytes": b"no image"}] * 2}, features=Features({"image": Image()}))
     concatenate_datasets([rows, image], axis=1).to_parquet(tmp_path / "pairs.parquet")
     pairs = load(tmp_path / "pairs.parquet", "--max_dropped_fraction", 1)
     assert pairs.dropped == {"malformed": 1}
-    assert pairs.train[0]["prompt"] == [Q] and json.loads(pairs.train[0]["template"])["tools"][0]["score"] == "1.5"
-    assert pairs.train[0]["chosen"] == [assistant("2024-01-02", score="1.5")]
+    assert pairs.train[0]["prompt"] == [Q] and pairs.train[0]["chosen"] == [assistant("a", at="2024-01-02")]
 
 
-DEEP = json.loads('{"a": ' * 700 + "1" + "}" * 700)
-
-
-@pytest.mark.parametrize("calls", ["add(2)", [{"function": {"name": "add", "arguments": "x=2"}}], [DEEP]])
-def test_calls_that_are_not_json_or_too_deep_are_counted(write_rows, calls):
+@pytest.mark.parametrize("calls", ["add(2)", [{"function": {"name": "add", "arguments": "x=2"}}]])
+def test_calls_that_are_not_json_are_counted(write_rows, calls):
     rows = [PAIR, PAIR | {"chosen": [assistant("", tool_calls=calls)]}]
     assert load(write_rows("calls.jsonl", rows), "--max_dropped_fraction", 1).dropped == {"malformed": 1}
 
@@ -230,10 +224,6 @@ def test_max_samples_and_held_out_split_are_seeded_and_disjoint(write_rows):
     assert list(map(len, drawn)) == [16, 4] and len({*drawn[0], *drawn[1]}) == 20
     assert drawn == run("--max_samples", "20", "--eval_fraction", "0.2")
     assert drawn != run("--max_samples", "20", "--eval_fraction", "0.2", "--seed", "1")
-    for cli in (["--max_samples", "20"], ["--eval_fraction", "0.2"]):
-        train, *held_out = run(*cli)
-        in_order = sorted(train, key=lambda prompt: int(prompt[1:]))
-        assert run(*cli, "--train_sampling_strategy", "sequential") == [in_order, *held_out]
     assert len(run("--max_samples", "999")[0]) == 50
     with pytest.raises(UserError, match=r"eval_fraction 0\.001: 0 of 50 pairs would be held out"):
         run("--eval_fraction", "0.001")
@@ -301,7 +291,6 @@ def test_a_folder_with_several_splits_gives_the_one_that_is_asked_for(write_rows
         load_rows(str(file), split="test")
 
 
-@pytest.mark.parametrize("folder", ["d", "d[1]"])
 @pytest.mark.parametrize(
     ("names", "unused"),
     [
@@ -311,11 +300,11 @@ def test_a_folder_with_several_splits_gives_the_one_that_is_asked_for(write_rows
         (["a.jsonl", "__b/b.jsonl"], "b.jsonl"),
     ],
 )
-def test_no_file_of_a_folder_is_left_out_in_silence(write_rows, tmp_path, folder, names, unused):
+def test_no_file_of_a_folder_is_left_out_in_silence(write_rows, tmp_path, names, unused):
     for name in names:
-        write_rows(f"{folder}/{name}", numbered(2))
+        write_rows(f"d/{name}", numbered(2))
     with pytest.raises(UserError, match=rf"/{unused}: is in none of the splits .* tell \((train|test)\); rename"):
-        load(tmp_path / folder)
+        load(tmp_path / "d")
 
 
 def test_the_readme_of_a_copy_chooses_its_files(write_rows, tmp_path):
@@ -334,11 +323,11 @@ def test_a_folder_is_the_sum_of_its_files_but_not_of_hidden_ones(write_rows, tmp
     assert sorted(prompts(load(tmp_path / "d").train)) == ["a0", "a1", "b0", "b1", "b2"]
 
 
-@pytest.mark.parametrize("name", ["pairs[1].jsonl", "what?.parquet", "run[12]/a*.jsonl", "run[12]"])
+@pytest.mark.parametrize("name", ["pairs[1].jsonl", "what?.parquet", "run[12]/a*.jsonl"])
 def test_a_name_is_not_a_pattern(write_rows, tmp_path, monkeypatch, name):
     for file in ("pairs1.jsonl", "whatx.parquet", "run1/ax.jsonl"):
         write_rows(file, numbered(2, "other"))
-    write_rows(f"{name}/pairs.jsonl" if name == "run[12]" else name, numbered(3))
+    write_rows(name, numbered(3))
     monkeypatch.chdir(tmp_path)
     assert prompts(load(name).train) == ["q0", "q1", "q2"]
 
@@ -354,7 +343,11 @@ def test_a_name_is_not_a_pattern(write_rows, tmp_path, monkeypatch, name):
         ("bad.parquet", b"PAR?", "bad.parquet: cannot be read"),
         ("pairs.csv", b"chosen,rejected\na,b\n", "pairs.csv: give .json, .jsonl or .parquet files"),
         ("one.jsonl", b'{"prompt": "q", "chosen": "a"}\n', "no column rejected; it has prompt, chosen"),
-        ("ask.jsonl", b'{"question": "q", "chosen": "a", "rejected": "b"}\n', "no column prompt; it has question"),
+        (
+            "ask.jsonl",
+            b'{"question": "q", "chosen": "a", "rejected": "b"}\n',
+            "no prompt: answers of plain text need one in the column prompt",
+        ),
         (
             "gpt.jsonl",
             b'{"chosen": [{"from": "gpt", "value": "a"}], "rejected": [{"from": "gpt", "value": "b"}]}\n',

@@ -187,10 +187,6 @@ def test_special_tokens_in_texts_are_counted_and_dropped(write_rows, tiny_folder
     assert accepted.as_dict()["control_tokens"] == 5 and "special tokens in their texts" in accepted.table()
     ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
     assert [accepted.train[1]["prompt_ids"].count(i) for i in ids] == [5, 6]  # one more of each than turns
-    others = load_token_pairs(config_of(*argv, "--control_tokens", "drop"), tokenizer)
-    assert others.train["row"][:] == [1, 3, 5, 7] and others.dropped == {"control_tokens": 5}
-    assert others.control_tokens == 0
-    assert "special tokens in its texts (control_tokens: drop), first in row 2" in others.table()
 
 
 def test_what_a_template_refuses_trims_or_makes_equal_is_counted():

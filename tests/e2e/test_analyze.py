@@ -42,15 +42,14 @@ def test_options_override_the_recipe(write_rows, tiny_folder, tmp_path, environm
 
 
 @pytest.mark.parametrize("option", ["--json", "--dropped"])
-@pytest.mark.parametrize("given", ["pairs.jsonl", "../{folder}/pairs.jsonl", "."])
-def test_no_file_of_the_dataset_is_overwritten(write_rows, tiny_folder, tmp_path, monkeypatch, capsys, option, given):
+def test_the_dataset_is_not_overwritten(write_rows, tiny_folder, tmp_path, monkeypatch, capsys, option):
     data = write_rows("pairs.jsonl", ROWS)
     before = data.read_bytes()
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump({"datasets": [{"path": given.format(folder=tmp_path.name)}]}))
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({"datasets": [{"path": "pairs.jsonl"}]}))
     argv = ["--config", "r.yaml", "--model_name_or_path", str(tiny_folder("olmo3")), option, "pairs.jsonl"]
     assert analyze_dataset.main(argv) == 2 and data.read_bytes() == before
-    assert "pairs.jsonl: is the dataset itself, or in its folder; choose another file" in capsys.readouterr().err
+    assert "pairs.jsonl: is the dataset itself; choose another file" in capsys.readouterr().err
 
 
 def test_the_unusable_rows_are_listed_where_no_pair_is_left(write_rows, tiny_folder, tmp_path, environment):

@@ -51,7 +51,7 @@ def install() -> None:
     DEVICE.limit_memory(ctypes.c_size_t(int(os.environ.get("SIMULATED_LIMIT", MEMORY))))
     if FAULT is not None:
         attention.is_flash_attn_4_available = lambda: True
-        attention.register_flash_attention_fa4 = FA4
+        torch.nn.attention.register_flash_attention_impl("FA4", register_fn=FA4)
     properties = SimpleNamespace(total_memory=MEMORY, major=10, minor=0, name=NAME, multi_processor_count=148)
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.is_bf16_supported = lambda *args, **kwargs: True

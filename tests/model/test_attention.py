@@ -1,13 +1,11 @@
 """Packed attention alone: against attention written out, what it refuses, and what it leaves to SDPA."""
 
-import sys
 from collections import Counter
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn import attention as torch_attention
-from torch.nn.attention import _fa4, register_flash_attention_impl
+from torch.nn.attention import register_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import add_fused_lm_head
@@ -226,44 +224,3 @@ def test_the_flash_kernel_is_the_one_asked_for(monkeypatch, capsys):
         assert attention.usable_kernels("auto") == usable and attention.usable_kernels("fa2") == []
     with pytest.raises(UserError, match=r"^flash_attention fa3: FA3 cannot be activated: No module named .+: fa2$"):
         kernel("fa3")
-
-
-@pytest.fixture
-def flash4(monkeypatch):
-    """A function: number of values -> a stand-in for flash-attn-4, whose forward returns so many."""
-
-    def install(count: int) -> None:
-        kernels = ModuleType("flash_attn.cute.interface")
-        kernels._flash_attn_fwd = lambda q, *_, **__: (q, torch.zeros(q.shape[1], len(q)), None, None, None)[:count]
-        kernels._flash_attn_bwd = lambda q, k, v, *_, **__: (q, k, v)
-        monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-        monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
-        monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", kernels)
-        monkeypatch.delitem(sys.modules, "sfm_dpo.model.flash4", raising=False)
-        monkeypatch.setattr(_fa4, "_get_device_major", lambda device: 10)  # PyTorch 2.15 asks for it
-        _fa4._fa4_import_module.cache_clear()
-
-    yield install
-    torch_attention.restore_flash_attention_impl(_raise_warn=False)
-    _fa4._fa4_import_module.cache_clear()
-
-
-def call_fa4() -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's own call of the activated kernel."""
-    q = torch.randn(8, 4, 64)
-    return _fa4._fa4_run_forward(q, q, q, None, None, 8, 8, None, True, None, None, None)
-
-
-@pytest.mark.parametrize("count", [2, 4, 5])
-def test_fa4_of_any_release_is_called_as_pytorch_expects(count, flash4):
-    flash4(count)
-    attention.activate_flash("fa4")
-    output, logsumexp = call_fa4()
-    assert output.shape == (8, 4, 64) and logsumexp.shape == (4, 8)
-
-
-def test_canary_fa4_values(flash4):
-    flash4(5)
-    _fa4.register_flash_attention_fa4().remove()
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        call_fa4()

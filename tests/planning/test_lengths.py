@@ -148,7 +148,6 @@ def test_tool_results_are_left_out_as_in_training(analyze, tiny_folder, tmp_path
     result = analyze(rows, min_coverage=0, min_tokens_kept=0)
     assert result["length_bias"]["chosen_longer"] == 0
     [source] = result["sides"]
-    assert source["sides"]["link"]["chosen"] == 0
     assert source["sides"]["tokens"]["chosen"] < source["sides"]["tokens"]["rejected"]
     for row in [row for row in result["candidates"] if row["dropped"]] or pytest.fail("nothing is dropped"):
         options = ("--max_length", row["max_length"], "--max_dropped_fraction", 1)
@@ -274,18 +273,17 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
 
 
 def test_how_the_sides_differ(analyze):
-    link = "All of it is at https://example.org: apples, {}"
-    refusal = "I'm sorry, I can't help with that: {}"
-    rows = [pair(i, chosen=link if i < 30 else "{}", rejected=refusal if i % 4 else "{} or so") for i in range(40)]
+    rows = [pair(i, chosen="{0} and {0}", rejected="{}") for i in range(40)]
     result = analyze(rows)
     [row] = result["sides"]
     assert row["source"].endswith("pairs.jsonl") and row["pairs"] == 40
-    assert row["sides"]["link"]["chosen_more"] == row["sides"]["declines"]["rejected_more"] == 0.75
+    tokens = row["sides"]["tokens"]
+    assert tokens["chosen_more"] == 1 and tokens["difference"] > 0
     title = "How chosen and rejected answers differ"
-    table = dataset_report.build_tables(result)[title]
-    assert table[1][2:5] == ["75.0%", "0.0% / 75.0%", "75.0% / 0.0%"]
+    [_, cells] = dataset_report.build_tables(result)[title]
+    assert cells[1:] == ["40", f"{tokens['chosen']:,.0f} / {tokens['rejected']:,.0f}"]
     printed = dataset_report.format_analysis(result)
-    assert title in printed and "75.0% / 0.0%" in printed
+    assert title in printed and cells[2] in printed
 
 
 def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeypatch):

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from transformers import AutoConfig
@@ -15,23 +14,22 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT, write_json
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.model.flops import peak_flops
-from sfm_dpo.planning.run_plan import GPU_MEMORY, Cluster, Planner, find_gpu, format_plan
+from sfm_dpo.planning.run_plan import Efficiency, Planner, format_plan, read_efficiency
 from tests.tiny_models import tiny_config
 
 AS_NAMED = "--per_device_train_batch_size 4 --gradient_checkpointing true".split()
-B200 = Cluster("B200", 4)
 PYTHIA = AutoConfig.from_pretrained(PROJECT / "bench/shapes/gpt_neox_6.9b")
 
 
 @pytest.fixture
 def plan_of(tmp_path, monkeypatch):
-    """A function: (shape, lengths, command-line fields, cluster) -> the planner of 16 times the lengths."""
+    """A function: (shape, lengths, command-line fields, GPUs) -> the planner of 16 times the lengths."""
 
-    def make(shape, lengths, fields=(), cluster=B200):
+    def make(shape, lengths, fields=(), gpus=4, efficiency=Efficiency()):  # noqa: B008
         monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
         argv = ["--config", str(PROJECT / "recipes/think.yaml"), "--output_dir", str(tmp_path), *AS_NAMED, *fields]
-        return Planner(parse_config(argv, training=False), shape, lengths, 16 * len(lengths), cluster)
+        repeated = lengths.select(np.arange(16 * len(lengths)) % len(lengths))
+        return Planner(parse_config(argv, training=False), shape, repeated, "B200", gpus, efficiency)
 
     return make
 
@@ -83,10 +81,8 @@ def test_longer_pairs_that_are_dropped_are_not_planned(plan_of):
     lengths = Lengths(*(np.array(values) for values in ([100, 30000], [900, 1000], [400, 10], [0, 0])))
     for overlong, expected in (("truncate", 32), ("drop", 16)):
         fields = ["--overlong", overlong, "--max_length", "4096", "--max_prompt_length", "4000"]
-        planner = plan_of(tiny_config("olmo3"), lengths, fields)
-        assert planner.pairs == expected
         with pytest.raises(UserError, match=f"global_batch_size 128: there are only {expected} pairs"):
-            planner.plan()
+            plan_of(tiny_config("olmo3"), lengths, fields)
 
 
 def test_what_does_not_fit_is_shown_with_its_smallest_setting(plan_of):
@@ -98,25 +94,21 @@ def test_what_does_not_fit_is_shown_with_its_smallest_setting(plan_of):
     assert "40 usable" in format_plan(plan)
 
 
-def test_hours_are_at_the_newest_efficiency_that_a_run_on_this_gpu_has_measured(plan_of, tmp_path):
-    def write(gpu: str, **data) -> Cluster:
-        write_json(tmp_path / "environment.json", {"gpus": [gpu]})
-        write_json(tmp_path / "data.json", data)
-        return B200.measured(tmp_path)
-
-    calibrated = write("NVIDIA B200", calibration={"mfu": 0.31})
-    assert (calibrated.mfu, calibrated.source) == (0.31, f"measured on NVIDIA B200: {tmp_path}")
+def test_hours_are_at_the_newest_efficiency_that_a_run_has_measured(plan_of, tmp_path):
+    write_json(tmp_path / "environment.json", {"gpus": ["NVIDIA B200"]})
+    with pytest.raises(UserError, match=f"--measured {tmp_path}: this run has not measured its MFU; give --mfu"):
+        read_efficiency(tmp_path)
+    write_json(tmp_path / "data.json", {"calibration": {"mfu": 0.31}})
+    calibrated = read_efficiency(tmp_path)
+    assert calibrated == (0.31, f"measured on NVIDIA B200: {tmp_path}")
+    lengths = lengths_of(8, 9, 20, 30)
     hours = [
-        plan_of(tiny_config("olmo3"), lengths_of(8, 9, 20, 30), (), each).plan_time()["hours"]
-        for each in (B200, calibrated)
+        plan_of(tiny_config("olmo3"), lengths, efficiency=efficiency).plan_time()["hours"]
+        for efficiency in (Efficiency(), calibrated)
     ]
     assert hours[0] / hours[1] == pytest.approx(0.31 / 0.3)
-    with pytest.raises(UserError, match=f"--measured {tmp_path}: this run has not measured its MFU; give --mfu"):
-        write("NVIDIA B200", calibration={"mfu": None})
-    with pytest.raises(UserError, match="it ran on NVIDIA GB200, the plan is for B200"):
-        write("NVIDIA GB200", calibration={"mfu": 0.31})
     (tmp_path / "log.jsonl").write_text('{"step": 1, "perf/mfu": 0.25}\n{"step": 2, "perf/mfu": 0.27}\n')
-    assert write("NVIDIA B200", calibration={"mfu": 0.31}).mfu == 0.27
+    assert read_efficiency(tmp_path).mfu == 0.27
 
 
 def test_lora_trains_the_adapter_alone(plan_of):
@@ -153,27 +145,4 @@ def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys):
 
 def test_gpus_that_do_not_divide_the_global_batch_are_named(plan_of):
     with pytest.raises(UserError, match=r"global_batch_size 128 is not a multiple of .* x 3 GPUs"):
-        plan_of(tiny_config("olmo3"), lengths_of(8, 9, 9, 9), (), Cluster("B200", 3))
-
-
-@pytest.mark.parametrize(
-    ("device", "total", "asked", "name", "memory", "peak"),
-    [
-        ("NVIDIA A100-SXM4-40GB", 42e9, None, "A100", 42e9, 312e12),
-        ("NVIDIA A100-SXM4-40GB", 42e9, "a100", "A100", 42e9, 312e12),  # not the 80 GB of the table
-        ("NVIDIA A100-SXM4-40GB", 42e9, "h100", "H100", 85e9, 989e12),
-        ("NVIDIA A100-SXM4-80GB", 85e9, "a100-40", "A100-40", 42.2e9, 312e12),
-        ("NVIDIA GH200 120GB", 102e9, None, "GH200", 102e9, 989e12),
-        ("NVIDIA GB200", 198e9, None, "GB200", 198e9, 2.5e15),
-        ("Tesla V100-SXM2-16GB", 17e9, None, "B200", 191e9, 2.25e15),
-        (None, None, "gh200", "GH200", 101e9, 989e12),
-    ],
-)
-def test_a_gpu_that_is_here_is_planned_with_its_own_memory(monkeypatch, device, total, asked, name, memory, peak):
-    """Stand-ins for what torch.cuda says."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: device is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, total))
-    found, size = find_gpu(asked)
-    assert (found, size or GPU_MEMORY[found], peak_flops(found)) == (name, memory, peak)
-    assert size is None or peak_flops(device) == peak
+        plan_of(tiny_config("olmo3"), lengths_of(8, 9, 9, 9), gpus=3)

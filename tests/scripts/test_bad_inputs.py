@@ -112,10 +112,13 @@ def main_of(command: str) -> Callable[[list[str]], int]:
 CASES = {
     "plan": [
         (f"{RECIPE} --num_gpus four", "--num_gpus: invalid int value: 'four'"),
-        (f"{RECIPE} --gpu b2000", "--gpu b2000: choose one of b300, gb200, b200"),
+        (f"{RECIPE} --gpu b2000", "--gpu B2000: unknown; "),
         (f"{RECIPE} --lengths {{kit}}/list.json", "--lengths", "list.json", "give the JSON of analyze_dataset.py"),
         (f"{RECIPE} --measured {{kit}}", "not a run's folder", "give a run's output_dir"),
-        (f"{RECIPE} --model_name_or_path {{kit}}/models/encoder", "t5 is not a causal language model; choose one"),
+        (
+            f"{RECIPE} --global_batch_size 8 --model_name_or_path {{kit}}/models/encoder",
+            "t5 is not a causal language model; choose one",
+        ),
     ],
     "preflight": [(f"{RECIPE} --preflight_samples many", "--preflight_samples", "invalid int value: 'many'")],
     "prefetch": [

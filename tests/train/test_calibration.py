@@ -40,8 +40,8 @@ CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capaci
 
 
 @functools.cache
-def trace_once(dtype: torch.dtype, checkpointing: bool, copies: float | None):
-    return trace_activations(tiny_config("olmo3"), dtype, checkpointing, copies)
+def trace_once(dtype: torch.dtype, checkpointing: bool):
+    return trace_activations(tiny_config("olmo3"), dtype, checkpointing)
 
 
 @pytest.fixture
