@@ -49,7 +49,7 @@ def test_the_dataset_is_not_overwritten(write_rows, tiny_folder, tmp_path, monke
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({"datasets": [{"path": "pairs.jsonl"}]}))
     argv = ["--config", "r.yaml", "--model_name_or_path", str(tiny_folder("olmo3")), option, "pairs.jsonl"]
     assert analyze_dataset.main(argv) == 2 and data.read_bytes() == before
-    assert "pairs.jsonl: is the dataset itself; choose another file" in capsys.readouterr().err
+    assert "pairs.jsonl: is the dataset itself, or in its folder; choose another file" in capsys.readouterr().err
 
 
 def test_the_unusable_rows_are_listed_where_no_pair_is_left(write_rows, tiny_folder, tmp_path, environment):
