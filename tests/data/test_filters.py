@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import re
 
 import pytest
 
@@ -71,9 +70,8 @@ def test_rows_by_script(load, tmp_path):
     assert [(line["row"], line["reason"]) for line in lines] == [(row, "script") for row in range(6, 10)]
 
 
-def test_the_scripts_of_the_docs(load, tmp_path, monkeypatch):
-    *_, code, of_contamination = re.findall(r"```python\n(.*?)```", (PROJECT / "docs/data.md").read_text(), re.DOTALL)
-    (tmp_path / "keep.py").write_text(code)
+def test_the_scripts_to_copy(load, monkeypatch):
+    scripts = PROJECT / "data/filters"
     sides = [
         ("See https://a.org/x.", "No."),
         ("Yes.", "I can't help."),
@@ -88,14 +86,13 @@ def test_the_scripts_of_the_docs(load, tmp_path, monkeypatch):
         message["content"] = [{"type": "text", "text": message["content"]}]
     for rows in (texts, talks, parts):
         unusable = [{"chosen": None, "rejected": None}, {"chosen": [{"role": "user"}], "rejected": []}]
-        pairs = load([*rows, *unusable], "--filter_script", tmp_path / "keep.py", "--max_dropped_fraction=1")
+        pairs = load([*rows, *unusable], "--filter_script", scripts / "links.py", "--max_dropped_fraction=1")
         assert pairs.train["row"][:] == [3, 4]
-    (tmp_path / "keep.py").write_text(of_contamination)
     question = " ".join(f"w{i}" for i in range(14))
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: {"question": [question.upper() + "?"]})
     prompts = ["Yes?<|im_end|>", f"Now: {question.replace(' ', ', ')}.", question.partition(" ")[2], question[4:-4]]
     rows = [{"prompt": prompt, "chosen": "Yes.", "rejected": "No."} for prompt in prompts]
-    assert load(rows, "--filter_script", tmp_path / "keep.py").train["row"][:] == [4]
+    assert load(rows, "--filter_script", scripts / "contamination.py").train["row"][:] == [4]
 
 
 @pytest.mark.parametrize(
