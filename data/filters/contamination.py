@@ -1,5 +1,5 @@
-"""A filter_script: leaves out pairs that share 13 words in a row with a question of a test set, and pairs with a special
-token in their texts, which the chat template would turn into its own."""
+"""A filter_script: leaves out pairs that share 13 words in a row with a question of a test set, and pairs with special
+tokens in their texts, which the chat template would turn into its own."""
 
 import json
 import re
