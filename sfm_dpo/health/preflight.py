@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import PreflightRefused
@@ -21,7 +21,7 @@ from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.answers import compare_sides, find_traits, tabulate_sides
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import describe_ignored
-from sfm_dpo.health.preflight_rules import MOVE, Figure, compute_pair_figures, exact, format_finding, judge_base_model
+from sfm_dpo.health.preflight_rules import Figure, compute_pair_figures, exact, format_finding, judge_base_model
 from sfm_dpo.run.files import PREFLIGHT
 
 log = logging.getLogger(__name__)
@@ -36,21 +36,6 @@ def inspect_tokens(rows: list[dict], lengths: Lengths, eos: set[int], max_length
                 endless.append(eos.isdisjoint(row[f"{side}_ids"][-4:]))
     cut = float((lengths.truncate(max_length).responses < lengths.responses).mean())
     return {"no_eos": exact(float(np.mean(endless)) if endless else 0.0), "cut": exact(cut)}
-
-
-def count_wrong_rope_layers(config: PretrainedConfig) -> int:
-    """Kinds of layer of an OLMo 3 that have the wrong RoPE scaling; 0 for other models.
-
-    Full attention is YaRN-scaled if the context is longer than the 8,192 tokens of pretraining; sliding attention is
-    never scaled. Flat `rope_parameters` lose the scaling, and nothing else shows it.
-    """
-    if config.model_type != "olmo3":
-        return 0
-    parameters = config.rope_parameters or {}
-    sliding = parameters.get("sliding_attention") or {}
-    full = parameters.get("full_attention") or {}
-    is_lost = config.max_position_embeddings > 8192 and full.get("rope_type") != "yarn"
-    return is_lost + (sliding.get("rope_type", "default") != "default")
 
 
 def compute_base_logps(trainer, policy, rows: np.ndarray) -> np.ndarray:
@@ -84,7 +69,6 @@ def inspect_model(trainer, rows: list[dict]) -> dict[str, Figure]:
     of_model = model.generation_config.eos_token_id if model.can_generate() else None
     eos = {trainer.processing_class.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
     figures = inspect_tokens(rows, Lengths.of(dataset), eos, trainer.args.max_length)
-    figures["rope_layers"] = exact(count_wrong_rope_layers(model.config.get_text_config()))
     figures["ignored"] = exact(float(np.mean([bool(kinds.strip()) for kinds in dataset["ignored"][:]])))
     figures["control_tokens"] = exact(float(np.mean(dataset["control_tokens"][:])))
     return figures
@@ -105,7 +89,7 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
 
     judged, logps = score_pairs(trainer, policy, sample)
     responses = np.maximum(count_trained(dataset, args.max_length), 1)[judged]
-    figures = compute_pair_figures(logps, responses, loss_type, args.beta) | inspect_model(trainer, rows)
+    figures = compute_pair_figures(logps, responses) | inspect_model(trainer, rows)
     verdict, findings = judge_base_model(figures, loss_type)
     for finding in findings:
         if finding["rule"] == "ignored":
@@ -157,6 +141,5 @@ def tabulate_means(figures: dict[str, Figure], pairs: str, boundary: str) -> lis
         ("chosen, per token", interval("chosen_logp")),
         ("gap, per token", interval("token_gap")),
         ("gap, sum", interval("sum_gap")),
-        ("gradient weight", f"0.5 at the start, {figures['weight_after_move'][0]:.2g} after {MOVE:g} nats per token"),
         ("boundary", boundary),
     ]

@@ -180,12 +180,12 @@ def is_awaited(checkpoint: Path) -> bool:
     return result.with_suffix(".log").exists() and not has_result
 
 
-def peak_checkpoint_count(args: Any, collapse_steps: int) -> int:
-    """The most checkpoints a run holds at one time: the limit, the one being written, the best one, and those the
-    guard keeps (two if saves are closer together than `collapse_steps`), and those that wait for eval_command."""
+def peak_checkpoint_count(args: Any) -> int:
+    """The most checkpoints a run holds at one time: the limit, the one being written, the best one, the one the guard
+    keeps, and those that wait for eval_command."""
     if args.save_strategy == "no":
         return 1
-    protected = 0 if args.guard == "skip" else 1 + (args.save_strategy == "steps" and args.save_steps < collapse_steps)
+    protected = args.guard != "skip"
     awaited = MAX_AWAITED if args.eval_command else 0
     return (args.save_total_limit or 1) + 1 + protected + awaited + bool(args.metric_for_best_model)
 

@@ -25,7 +25,6 @@ CARD = "README.md"
 RUN_FILES = (RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS, PREFLIGHT, HEALTH, SAMPLES, EVALUATION)
 TRAINER_STATE = "trainer_state.json"  # in a run's folder and in each checkpoint
 EVALUATIONS = "evaluations"  # a folder: step-N.json with what eval_command has measured, and step-N.log
-COLLECTIVES = "collectives-"  # with a rank: in stacks/, the last collectives of a process group that failed or hangs
 
 
 def read_file(path: Path) -> Any:

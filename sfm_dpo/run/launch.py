@@ -15,7 +15,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import sfm_dpo
-from sfm_dpo.run.files import COLLECTIVES, read_file
+from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import STATUS, State, write_status
 
 log = logging.getLogger("sfm_dpo.run.launch")  # __name__ is __main__
@@ -25,8 +25,6 @@ def main(argv: list[str]) -> int:
     sfm_dpo.setup()
     run = Path(argv[0])
     os.environ.setdefault("NCCL_DEBUG", "WARN")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # the last 2,000 collectives, torch's default
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{run.absolute()}/stacks/{COLLECTIVES}")
     before = read_file(run / STATUS)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True  # "Sending process ... SIGTERM"
     try:

@@ -9,13 +9,11 @@ import dataclasses
 import functools
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from accelerate import DistributedType
 from datasets import Dataset
 from trl import DPOTrainer
-from trl.trainer import dpo_trainer
 
 from sfm_dpo.common.distributed import launched_with
 from sfm_dpo.common.errors import UserError
@@ -65,12 +63,6 @@ class UpstreamFixes(DPOTrainer):
     """DPOTrainer without the bugs of TRL 1.16, transformers 5.24 and accelerate 1.15 that affect this project."""
 
     accelerator: Any
-
-    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: hashes all weights on each rank for the cache of
-    # _precompute_ref_logps below: 22 s for 7B. Canary: test_canary_hash_module
-    def __init__(self, *args: Any, **kwargs: Any):
-        with patch.object(dpo_trainer, "hash_module", return_value=None):
-            super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

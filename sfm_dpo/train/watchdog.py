@@ -18,13 +18,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sfm_dpo.common.distributed import is_main_process, rank, world_size
 from sfm_dpo.common.errors import HUNG
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.run.checkpoint import newest_checkpoint
-from sfm_dpo.run.files import COLLECTIVES, read_file
+from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import ENVIRONMENT, State, write_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.train.callbacks import Progress
@@ -47,7 +45,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         if is_main_process():
             shutil.rmtree(self.heartbeats, ignore_errors=True)  # of an earlier start
-            self.stacks.mkdir(exist_ok=True)  # NCCL writes there too, see run/launch.py
+            self.stacks.mkdir(exist_ok=True)
         if timeout:
             self._thread.start()
 
@@ -102,8 +100,6 @@ class Watchdog:
             field = "hang_timeout" if self.progress.count else "ddp_timeout"
             message = f"no rank has moved for {limit:g} s ({field}), {where}: {cause}; "
             message += f"the stacks of all threads are in {self.stacks}/rank-N.txt"
-            if world_size() > 1:
-                message += f", the last collectives: torchfrtrace -p {COLLECTIVES} {self.stacks}"
             log.error(message)
             checkpoint = newest_checkpoint(self.run)
             saved = checkpoint and str(checkpoint)
@@ -114,10 +110,6 @@ class Watchdog:
             environment.setdefault("hangs", []).append(hang)
             write_json(self.run / ENVIRONMENT, environment)
             (self.run / LOCK).unlink(missing_ok=True)  # rank 0, its owner, may be the one that is stuck
-        with contextlib.suppress(OSError):
-            collectives: Any = torch._C._distributed_c10d
-            dump = getattr(collectives, "_dump_nccl_trace", collectives._dump_fr_trace)  # the latter: of a CPU build
-            (self.stacks / f"{COLLECTIVES}{rank()}").write_bytes(dump())
         time.sleep(2 * self.interval)  # lets the other ranks write their stacks before the launcher ends them
         os._exit(HUNG)
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import threading
 import time
 
@@ -49,9 +48,6 @@ def test_a_stopped_rank_is_named_and_a_shorter_stop_is_not(place: Place, rank):
     assert not any(process.is_running() for process in ranks.values())
     stacks = (run.folder / f"stacks/rank-{1 - rank}.txt").read_text()
     assert "most recent call first" in stacks and "in train" in stacks
-    assert status["message"].endswith("/stacks")  # torchfrtrace's argument
-    collectives = pickle.loads((run.folder / f"stacks/collectives-{1 - rank}").read_bytes())
-    assert collectives["entries"][-1]["state"] != "completed"  # the one that waits for the stopped rank
 
 
 def test_a_rank_that_loads_has_ddp_timeout(tmp_path, monkeypatch):

@@ -17,7 +17,6 @@ HOST = platform.node()
 RANKS = """
 import os, signal, sys, time
 assert os.environ["NCCL_DEBUG"] == "INFO", "the user's"
-assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == sys.argv[1] + "/stacks/collectives-"
 from pathlib import Path
 from sfm_dpo.run.folder import message_of_rank, write_status
 

@@ -3,7 +3,6 @@
 When one fails, the code below the comment `Upstream: ... Canary: its name` in sfm_dpo can be deleted.
 """
 
-import inspect
 import json
 import re
 import subprocess
@@ -128,12 +127,6 @@ def test_canary_precompute_ref_logps(tmp_path, monkeypatch):
         caches(3e-6)
     caches(3e-6)
     assert len(batches) == 4 + 4
-
-
-def test_canary_hash_module(tmp_path):
-    """Its only use is in `_precompute_ref_logps`, which is overridden."""
-    assert make(tmp_path, precompute_ref_log_probs=True)._precompute_model_hash
-    assert "_precompute_model_hash" in inspect.getsource(DPOTrainer._precompute_ref_logps)
 
 
 def test_canary_sft_weight(tmp_path):
