@@ -267,6 +267,9 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     target = model.lora_target_modules
     if isinstance(target, str) and target.isidentifier():  # TRL's form of a single name, a pattern to PEFT
         model.lora_target_modules = [target]
+    for name, value in vars(train).items():
+        if name.endswith("_kwargs") and not isinstance(value, dict | None):
+            raise UserError(f"{name} {value}: give a mapping, such as {{a: 1}}")
     if training:
         check_optimizer(train)
     return Config(train, model, data, tracking)

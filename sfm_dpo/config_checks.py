@@ -225,7 +225,7 @@ def check_length_of_run(args: Any, pairs: int) -> None:
     if has_warmup and args.get_warmup_steps(steps) >= steps:
         raise UserError(
             f"warmup_steps {args.warmup_steps:g}: the run has only {steps} step(s), on {pairs} pairs; "
-            f"{advise_batch(args, pairs)}, or set warmup_steps: 0"
+            "train more steps, for instance with a smaller global_batch_size, or set warmup_steps: 0"
         )
 
 

@@ -19,7 +19,6 @@ from sfm_dpo.run.files import HEALTH, SAMPLES
 
 log = logging.getLogger(__name__)
 
-AUTHOR = "guard"  # written into its KEEP files
 PROMPTS = 4  # in each round of generations
 NEW_TOKENS = 64
 
@@ -86,7 +85,7 @@ class Guard(TrainerCallback, ExportableState):
             if is_main_process() and not self.last_healthy:
                 # An entry at step s describes the weights after s - 1 updates; checkpoint-s holds them after s updates
                 before = max((entry["step"] for entry in entries if entry["step"] < finding.began), default=0)
-                checkpoint = keep_before(args.output_dir, before, AUTHOR)
+                checkpoint = keep_before(args.output_dir, before)
                 self.last_healthy = str(checkpoint) if checkpoint else None
             if args.guard == "stop":
                 level = "stop"

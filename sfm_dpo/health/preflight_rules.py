@@ -24,7 +24,6 @@ class PreflightRule(NamedTuple):
     no_go: float | None
     what: str
     remedy: str
-    sums: bool = False  # only for losses on summed log-probs
 
 
 _SFT = "train on the chosen answers first (SFT), or use a base model that can write them"
@@ -37,7 +36,7 @@ RULES = (
     PreflightRule(
         "unlearnable_pairs", "above", 0.1, 0.5, f"share below {UNLEARNABLE:g} nats per token", "filter these pairs"
     ),
-    PreflightRule("sum_gap", "below", -100.0, -500.0, "mean summed log-prob, chosen minus rejected", _MEANS, True),
+    PreflightRule("sum_gap", "below", -100.0, -500.0, "mean summed log-prob, chosen minus rejected", _MEANS),
     PreflightRule("no_eos", "above", 0.05, None, "share of untruncated responses that do not end with EOS", _EOS),
     PreflightRule("cut", "above", 0.25, None, "share of responses cut by max_length", "raise max_length"),
     PreflightRule("ignored", "above", 0.01, None, "share of pairs with parts that training does not see", _UNSEEN),
@@ -74,7 +73,7 @@ def judge_base_model(figures: dict[str, Figure], loss_type: str) -> tuple[str, l
     """
     findings: list[dict[str, Any]] = []
     for rule in RULES:
-        if rule.figure not in figures or (rule.sums and loss_type in LENGTH_NORMALIZED_LOSSES):
+        if rule.figure not in figures or (rule.figure == "sum_gap" and loss_type in LENGTH_NORMALIZED_LOSSES):
             continue
         limits = {"no-go": rule.no_go, "caution": rule.caution}
         if rule.figure == "sum_gap" and not any(f["rule"] == "token_gap" for f in findings):

@@ -83,15 +83,13 @@ def _is_mine(name: str) -> bool:
     return int(writer[1] if writer else 0) % world_size() == rank()
 
 
-def keep_before(run: str | Path, step: float, author: str) -> Path | None:
-    """Moves `author`'s KEEP file to the newest complete checkpoint before `step` and returns that checkpoint."""
+def keep_before(run: str | Path, step: float) -> Path | None:
+    """Protects the newest complete checkpoint before `step` from rotation, and returns it."""
     older = [c for c in checkpoints(run) if step_of(c) < step and why_incomplete(c) is None]
-    for mark in [checkpoint / KEEP for checkpoint in older[:-1]]:
-        if mark.exists() and mark.read_text() == author:
-            mark.unlink()
-    if older and not (older[-1] / KEEP).exists():
-        (older[-1] / KEEP).write_text(author)
-    return older[-1] if older else None
+    if not older:
+        return None
+    (older[-1] / KEEP).touch()
+    return older[-1]
 
 
 def newest_checkpoint(run: str | Path) -> Path | None:

@@ -51,11 +51,9 @@ class Origin:
         for name, now in facts.items():
             was = self.known.get(name)
             if was != now:
-                difference = _DIFFERENCES[name].format(was=was, now=now)
-                difference = difference.replace("whole weights", "DDP or one process")
-                raise ResumeRefused(
-                    f"{self.checkpoint}: {difference}; restore that setting, or use another output_dir"
-                )
+                difference = _DIFFERENCES[name].format(was=was, now=now).replace("whole weights", "DDP or one process")
+                remedy = "restore that setting, or use another output_dir"
+                raise ResumeRefused(f"{self.checkpoint}: {difference}; {remedy}")
 
 
 @dataclass(frozen=True)

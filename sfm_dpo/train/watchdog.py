@@ -45,7 +45,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         if is_main_process():
             shutil.rmtree(self.heartbeats, ignore_errors=True)  # of an earlier start
-            self.stacks.mkdir(exist_ok=True)
         if timeout:
             self._thread.start()
 
@@ -55,8 +54,6 @@ class Watchdog:
             self._thread.join()
         if is_main_process():
             shutil.rmtree(self.heartbeats, ignore_errors=True)
-            with contextlib.suppress(OSError):  # it is not empty
-                self.stacks.rmdir()
 
     def _watch(self) -> None:
         seen: list[Any] = []
@@ -92,9 +89,11 @@ class Watchdog:
     def _end(self, limit: float, culprit: dict[str, Any], cause: str) -> None:
         where = f"{self.progress.phase} at step {self.progress.step}"
         stacks = self.stacks / f"rank-{rank()}.txt"
-        with contextlib.suppress(OSError), stacks.open("a") as file:  # a full disk
-            print(f"\n{now()}, rank {rank()}, {where}:", file=file, flush=True)
-            faulthandler.dump_traceback(file)
+        with contextlib.suppress(OSError):  # a full disk
+            self.stacks.mkdir(exist_ok=True)
+            with stacks.open("a") as file:
+                print(f"\n{now()}, rank {rank()}, {where}:", file=file, flush=True)
+                faulthandler.dump_traceback(file)
         with contextlib.suppress(OSError):  # raised if another rank was first
             (self.heartbeats / "verdict").touch(exist_ok=False)
             field = "hang_timeout" if self.progress.count else "ddp_timeout"
