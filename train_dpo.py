@@ -47,7 +47,6 @@ from sfm_dpo.data.tokenization import (
     load_tokenizer,
 )
 from sfm_dpo.health.guard import add_guard
-from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.health.preflight import preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push
@@ -108,8 +107,7 @@ def main(
 def load(config: Config, origin: Origin) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings, MemoryPlan | None]:
     """The tokenised pairs, the tokenizer, and the settings of a run that may resume from `origin`."""
     args = config.train
-    for note in config.notes:
-        log.info(note)
+    log.info(config.tracking)
     model_config = load_model_config(config)
     if args.deepspeed_plugin:
         trained = meta_adapter(config, model_config) or meta_model(model_config)
@@ -118,7 +116,7 @@ def load(config: Config, origin: Origin) -> tuple[TokenPairs, PreTrainedTokenize
     tokenizer = load_tokenizer(config)
     if args.ref_model_name_or_path:
         check_reference(config, tokenizer)
-    origin.check(config.model_ids, args.ignore_resume_mismatch)
+    origin.check(config.model_ids)
     if args.precompute_ref_log_probs:  # fails now, not after the model has been loaded
         main_process_first(lambda: make_cache_folder(reference_root()))
     if args.push_to_hub:
@@ -130,15 +128,14 @@ def load(config: Config, origin: Origin) -> tuple[TokenPairs, PreTrainedTokenize
             check_positions(tokens, load_model_config(part).get_text_config(), args)
     log.info(f"data\n{pairs.table()}")
     if origin.checkpoint:  # before the model is loaded
-        origin.check({"train_tokens": hash_tokens(pairs.train)}, args.ignore_resume_mismatch)
+        origin.check({"train_tokens": hash_tokens(pairs.train)})
     eval_on_start = bool(pairs.held_out()) and not origin.checkpoint  # held-out metrics before as well as after
     before = origin.data.get("settings", {})
     settings, plan = decide_settings(config, pairs.train, model_config, before, eval_on_start)
     sampler = build_sampler(pairs.train, args, settings)
     check_length_of_run(args, len(pairs.train))
     if left_out := len(pairs.train) - len(sampler):
-        few = f"{left_out} pairs do not fill a last batch of {args.global_batch_size}"
-        log.info(f"{few} and are left out, drawn anew each epoch")
+        log.info(f"{left_out} pairs of an epoch do not fill a last batch of {args.global_batch_size} and are left out")
     if is_main_process():
         step = step_of(origin.checkpoint)
         decided = {"settings": asdict(settings), "calibration": origin.data.get("calibration", {})}
@@ -198,7 +195,7 @@ def check(config: Config, trainer: SFMDPOTrainer, origin: Origin) -> None:
     args = config.train
     if not args.preflight_only:  # it writes no checkpoint
         size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
-        check_disk(args.output_dir, size, peak_checkpoint_count(args, COLLAPSE_STEPS))
+        check_disk(args.output_dir, size, peak_checkpoint_count(args))
     settings = trainer.settings
     batch = f"{settings.micro_batch} x {settings.accumulation_steps} accumulation x {args.world_size} process(es)"
     what = "checking" if args.preflight_only else f"training {args.output_dir}"
@@ -216,7 +213,7 @@ def check(config: Config, trainer: SFMDPOTrainer, origin: Origin) -> None:
         data = Path(args.output_dir) / DATA
         write_json(data, read_file(data) | trainer.describe_data())
     if origin.checkpoint:
-        origin.check(trainer.resume_facts(), args.ignore_resume_mismatch)
+        origin.check(trainer.resume_facts())
         log.info(f"resuming from {origin.checkpoint}")
     elif args.preflight != "skip":
         with frozen_model(trainer, "policy") as policy:

@@ -4,16 +4,12 @@ Precedence: defaults < recipe (`--config`) < command line. A recipe's values bec
 """
 
 import argparse
-import contextlib
 import csv
 import dataclasses
 import functools
 import json
-import math
 import netrc
 import os
-import re
-import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +94,6 @@ class TrainConfig(DPOConfig):
     guard_generations: int = HfArg(default=0, help="Steps between test generations; needs eval_fraction.")
     allow_unnormalized_beta: bool = HfArg(default=False, help="Allow beta >= 1 with a loss on summed log-probs.")
     verify_checkpoints: bool = HfArg(default=True, help="Verify a checkpoint's checksums before resuming.")
-    ignore_resume_mismatch: bool = HfArg(default=False, help="Resume despite other data or world size (not ZeRO).")
 
     def __post_init__(self) -> None:
         unset = dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"))
@@ -123,7 +118,7 @@ class Config:
     train: TrainConfig
     model: ModelConfig
     data: DatasetMixtureConfig
-    notes: list[str]  # for the log: which trackers work, and where the objective comes from
+    tracking: str  # which trackers work, for the log
     model_field: str = "model_name_or_path"  # the field that errors about the model name
     model_ids: dict[str, str] = dataclasses.field(default_factory=dict)  # by field, as `identify_model` found them
 
@@ -150,7 +145,7 @@ class Config:
             f.name: getattr(part, f.name)
             for part in (self.train, self.model, self.data)
             for f in dataclasses.fields(part)
-            if f.init and f.name not in ("hub_token", "push_to_hub_token")
+            if f.init
         }
         return json.loads(json.dumps(values, default=dataclasses.asdict))  # json writes these enums as strings
 
@@ -170,7 +165,7 @@ FIELD_GROUPS = {
         precompute_ref_log_probs precompute_ref_batch_size train_sampling_strategy torch_compile bf16 use_cpu
         profile_steps""",
     "Preflight, guard and resume": """preflight preflight_only preflight_samples guard guard_generations hang_timeout
-        ddp_timeout verify_checkpoints ignore_resume_mismatch resume_from_checkpoint full_determinism seed""",
+        ddp_timeout verify_checkpoints resume_from_checkpoint full_determinism seed""",
     "Output and evaluation": """output_dir run_name logging_steps logging_first_step report_to eval_strategy eval_steps
         eval_command save_strategy save_steps save_total_limit""",
     "Hugging Face Hub": "push_to_hub hub_model_id hub_strategy hub_revision hub_private_repo",
@@ -192,10 +187,10 @@ class FieldParser(TrlParser):
         super().__init__(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
         self.set_defaults(gradient_checkpointing=None)  # chosen by memory
         self.set_defaults(use_peft=None)  # a field of LoRA without it is refused
-        self._negative_number_matcher = re.compile(r"-\.?\d")  # otherwise argparse takes -1e-6 for an option
         self.fields = {action.dest: action for action in reversed(self._actions) if action.dest != "help"}
-        for name in ("datasets", *_OPTIONAL):
-            self.fields[name].type = accept_empty(self.fields[name].type)
+        for name, action in self.fields.items():
+            if name in _OPTIONAL or action.nargs == "+":
+                action.type = accept_empty(action.type)
         self.add_argument("--config", help="YAML recipe; its keys are the fields below")
 
     def format_help(self) -> str:  # argparse would print a thousand lines
@@ -238,43 +233,29 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     `world_size` defaults to the launcher's; `training` is False for a command that only reads a recipe on a CPU node.
     """
     parser = FieldParser()
-    default_loss = parser.fields["loss_type"].default
-    problems: list[str] = []
-    namespace = parse_fields(parser, argv, problems)
-    # What is wrong with a field that could not be read may be a consequence
-    unread = {*re.findall(r"\w+", " ".join(problems).replace(f"{namespace.config}: ", ""))} & parser.fields.keys()
-    if "datasets" in unread:
-        unread.add("dataset_name")
-    origin = "as configured"
-    if namespace.loss_type is default_loss:
-        origin = "the default here; set loss_type: sigmoid and beta: 0.1 for TRL's"
+    namespace = parse_fields(parser, argv)
     world_size = world_size or distributed.world_size()
     if not training:  # one process on a CPU
         world_size = 1
         vars(namespace).update(use_cpu=True, bf16=False, fp16=False, dtype=None)
-    with collect_errors(problems):
-        check_device(namespace)
+    problems: list[str] = []
+    if not namespace.use_cpu and (reason := distributed.explain_missing_gpus()):
+        problems.append(f"{reason}. To train on the CPU anyway, set --use_cpu true")
     # accelerate's launcher drops a DeepSpeed config file's `use_cpu`, and without it accelerate finds no backend:
     # each CPU process would act as the only one.
     namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
     if namespace.bf16 is None:
         namespace.bf16 = not namespace.use_cpu and not namespace.fp16  # TRL's default is true everywhere
     namespace.dtype = namespace.dtype or "float32"
-    wrong = check_fields(namespace, world_size, training)
+    if namespace.hub_token:  # trackers record the arguments, and other users can read a command line
+        problems.append("hub_token: would be stored with the run; put HF_TOKEN into .env instead")
+    problems += check_fields(namespace, world_size, training)
     if namespace.eval_strategy == "no" and namespace.eval_steps not in (None, TrainConfig.eval_steps):
-        wrong.append(f"eval_steps {namespace.eval_steps:g}: has no effect; set eval_strategy: steps, or remove it")
-    problems += [problem for problem in wrong if unread.isdisjoint(re.findall(r"\w+", problem))]
+        problems.append(f"eval_steps {namespace.eval_steps:g}: has no effect; set eval_strategy: steps, or remove it")
     tracking = ""
     with collect_errors(problems):
         namespace.report_to, tracking = resolve_report_to(namespace.report_to)
-    if len(problems) > 1:
-        items = [f"\n- {problem.removeprefix(f'{namespace.config}: ')}" for problem in problems]
-        raise UserError(f"{len(problems)} fields to correct in {namespace.config or 'the options'}:{''.join(items)}")
-    if problems:
-        raise UserError(problems[0])
-    if namespace.hub_token:  # trackers record the arguments
-        os.environ["HF_TOKEN"] = namespace.hub_token
-        namespace.hub_token = None
+    raise_all(problems, namespace.config)
     if namespace.dataset_num_proc:  # more processes than cores only take memory
         namespace.dataset_num_proc = min(namespace.dataset_num_proc, len(os.sched_getaffinity(0)))
     namespace.use_peft = bool(namespace.use_peft)
@@ -289,8 +270,16 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
             raise UserError(f"{name} {value}: give a mapping, such as {{a: 1}}")
     if training:
         check_optimizer(train)
-    objective = f"objective: {' + '.join(train.loss_type)} with beta {train.beta:g}, {origin}"
-    return Config(train, model, data, [tracking, objective])
+    return Config(train, model, data, tracking)
+
+
+def raise_all(problems: list[str], recipe: str | None) -> None:
+    """Raises UserError with all `problems`, if there are any."""
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        items = [f"\n- {problem.removeprefix(f'{recipe}: ')}" for problem in problems]
+        raise UserError(f"{len(problems)} fields to correct in {recipe or 'the options'}:{''.join(items)}")
 
 
 def check_optimizer(args: TrainConfig) -> None:
@@ -311,21 +300,21 @@ def check_optimizer(args: TrainConfig) -> None:
         get_scheduler(kind, *schedule)
 
 
-def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> argparse.Namespace:
+def parse_fields(parser: FieldParser, argv: list[str]) -> argparse.Namespace:
     """The values of all fields, from the command line, else the recipe, else the defaults."""
-    for arg in argv:
-        if arg.split("=")[0].replace("-", "_") in ("__hub_token", "__push_to_hub_token"):
-            raise UserError("hub_token: other users of the machine can read a command line; put HF_TOKEN into .env")
+    problems: list[str] = []
+    options: list[str] = []
     recipe = parser.parse_known_args(argv)[0].config
     if recipe is not None:
-        parser.set_defaults(**read_recipe(recipe, parser.fields, problems))
-    namespace, extra = parser.parse_known_args(argv)
+        options = read_recipe(recipe, parser, problems)
+    namespace, extra = parser.parse_known_args([*options, *argv])
     for option in [arg.split("=")[0] for arg in extra]:
         if option.startswith("--"):
             problems.append(f"unknown option {option}{explain_unknown(option.lstrip('-'), parser.fields, '--')}")
     if extra and not problems:
         near = f"; did you mean --config {extra[0]}?" if extra[0].endswith((".yaml", ".yml")) else ""
-        raise UserError(f"unknown option {extra[0]}{near}")
+        problems.append(f"unknown option {extra[0]}{near}")
+    raise_all(problems, recipe)
     for name in ("model_name_or_path", "ref_model_name_or_path", "resume_from_checkpoint"):
         if path := vars(namespace)[name]:
             setattr(namespace, name, os.path.expanduser(path))
@@ -355,26 +344,19 @@ def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
     return nearest(field_name, known, prefix)
 
 
-def read_recipe(path: str, fields: dict[str, argparse.Action], problems: list[str]) -> dict[str, Any]:
-    """A recipe's fields, converted to their types. Adds what is wrong with its other fields to `problems`."""
-    values: dict[str, Any] = {}
-    for key, node in read_nodes(path).items():
-        with collect_errors(problems), user_input(f"{path}: {key}"):
-            if key == "datasets":
-                values[key] = check_mixture(_construct(node), path)
-            elif key in fields and node.tag != _NULL:
-                values[key] = read_value(node, fields[key], f"{path}: {key}")
-            elif key in fields:
-                if fields[key].default is not None and key not in _OPTIONAL:
-                    raise UserError(f"{path}: {key} is empty; give it a value, or remove the line for the default")
-                values[key] = None
-            elif node.tag != _NULL or key not in read_migration():  # as in the resolved_config.yaml of an old run
-                here = read_migration().get(key, "").split(" ")[0]
-                if here in fields:  # its value counts in what other errors advise
-                    with contextlib.suppress(UserError):
-                        values[here] = read_value(node, fields[here], here)
-                raise UserError(f"{path}: unknown field {key!r}{explain_unknown(key, fields)}")
-    return values
+def read_recipe(path: str, parser: FieldParser, problems: list[str]) -> list[str]:
+    """A recipe's fields as options of the command line; `datasets` becomes a default. Adds what is unknown to
+    `problems`."""
+    options: list[str] = []
+    for name, node in read_nodes(path).items():
+        with collect_errors(problems), user_input(f"{path}: {name}"):
+            if name == "datasets":
+                parser.set_defaults(datasets=read_mixture(node, path))
+            elif name in parser.fields:
+                options += read_option(name, node, parser.fields[name])
+            elif node.tag != _NULL or name not in read_migration():  # as in the resolved_config.yaml of an old run
+                raise UserError(f"{path}: unknown field {name!r}{explain_unknown(name, parser.fields)}")
+    return options
 
 
 def read_nodes(path: str) -> dict[str, yaml.Node]:
@@ -387,68 +369,47 @@ def read_nodes(path: str) -> dict[str, yaml.Node]:
         raise UserError(f"{path} is not valid YAML: a recipe is a mapping such as 'beta: 5'")
     nodes: dict[str, yaml.Node] = {}
     for key, node in root.value:
-        if not isinstance(key, yaml.ScalarNode):
-            raise UserError(f"{path} is not valid YAML: a list or mapping as the name of a field")
-        if key.value in nodes:  # PyYAML would take the last one
-            raise UserError(f"{path}: {key.value} is given twice; keep one")
-        nodes[str(key.value)] = node
+        name = str(key.value)
+        if name in nodes:  # PyYAML would take the last one
+            raise UserError(f"{path}: {name} is given twice; keep one")
+        nodes[name] = node
     return nodes
 
 
-def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
-    """The default to give argparse: a list, or text, which argparse converts to the field's type."""
-    to_type: Any = action.type or str
-    if action.nargs == "+":
-        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        with user_input(where):
-            return [to_type(item.value) for item in items]
-    if isinstance(node, yaml.SequenceNode):
-        raise UserError(f"{where} is a list; it takes one value")
-    text = node.value if isinstance(node, yaml.ScalarNode) else json.dumps(_construct(node), default=str)
-    choices = [str(choice) for choice in action.choices or ()]
-    if choices and text not in choices:
-        raise UserError(f"{where}: {text!r} is unknown; choose one of {', '.join(map(repr, choices))}")
-    with user_input(f"{where} {text}"):
-        to_type(text)
-    return text
+def read_option(name: str, node: yaml.Node, action: argparse.Action) -> list[str]:
+    """A field of a recipe as words of a command line; argparse converts and checks them."""
+    if node.tag == _NULL and action.default is None:
+        return []
+    if node.tag == _NULL and name not in _OPTIONAL:
+        raise UserError(f"{name} is empty; give it a value, or remove the line for the default")
+    if action.nargs == "+" and isinstance(node, yaml.SequenceNode):
+        items = [str(item.value) for item in node.value]
+        return [f"--{name}", *items] if items else [f"--{name}="]
+    text = "" if node.tag == _NULL else node.value
+    if not isinstance(node, yaml.ScalarNode):
+        text = json.dumps(_construct(node), default=str)
+    return [f"--{name}={text}"]
 
 
-def check_mixture(datasets: Any, recipe: str) -> list[dict]:
-    """A recipe's `datasets`: mappings that hold the fields of TRL's DatasetConfig, each with a path."""
+def read_mixture(node: yaml.Node, recipe: str) -> list[DatasetConfig]:
+    """A recipe's `datasets`."""
     where = f"{recipe}: datasets"
-    if not isinstance(datasets, list) or not all(isinstance(entry, dict) for entry in datasets):
-        raise UserError(f"{where}: must be a list of mappings such as {{path: org/set, split: train, fraction: 0.5}}")
-    known = [field.name for field in dataclasses.fields(DatasetConfig)]
-    for entry in datasets:
-        for name in entry:
-            check_known(where, name, known)
-        path = entry.get("path")
-        if not path or not isinstance(path, str):
-            raise UserError(f"{where}: path {path!r} of an entry: give a Hub id, a file or a folder")
-    fractions = [entry.get("fraction") for entry in datasets]
-    good = [isinstance(share, int | float) and 0 < share < math.inf for share in fractions]
-    if any(share is not None for share in fractions) and not all(good):
+    with user_input(where, "give a list of mappings such as {path: org/set, split: train, fraction: 0.5}"):
+        entries = [DatasetConfig(**entry) for entry in _construct(node)]
+    fractions = [entry.fraction for entry in entries]
+    good = [isinstance(share, int | float) and share > 0 for share in fractions]
+    if set(fractions) - {None} and not all(good):
         raise UserError(f"{where}: fraction {fractions}: must be a number above 0 in all entries, or in none")
-    return datasets
-
-
-def check_device(namespace: Any) -> None:
-    """Raises UserError if the run needs a GPU and none is visible."""
-    if not namespace.use_cpu and (reason := distributed.explain_missing_gpus()):
-        raise UserError(f"{reason}. To train on the CPU anyway, set --use_cpu true")
-    if namespace.bf16 and not namespace.use_cpu and not torch.cuda.is_available():
-        raise UserError("bf16 true: no GPU is visible; on CPU set --bf16 false, or add --use_cpu true")
+    return entries
 
 
 def has_wandb_login() -> bool:
-    """Whether `wandb login` has stored a key in ~/.netrc."""
-    hosts = {"api.forge.coreweave.com", "api.wandb.ai"}  # of wandb 0.31 and of earlier versions
-    if url := os.environ.get("WANDB_BASE_URL"):
-        hosts = {str(urllib.parse.urlparse(url).hostname)}
+    """Whether `wandb login` has stored a key in ~/.netrc, for a server of W&B or of your own."""
     try:
-        return not hosts.isdisjoint(netrc.netrc(os.environ.get("NETRC")).hosts)
+        hosts = netrc.netrc(os.environ.get("NETRC")).hosts
     except (OSError, netrc.NetrcParseError):
         return False
+    return any("wandb" in host or host == "api.forge.coreweave.com" for host in hosts)
 
 
 def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:

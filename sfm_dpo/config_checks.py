@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from transformers.utils import is_flash_attn_2_available
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig
 
 from sfm_dpo.common.distributed import launched_with, zero_stage
@@ -24,9 +23,6 @@ LOSS_TYPES = (
 ).split()
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
 LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
-# Of TRL's DPOTrainer.__init__, which raises for others after the model has been loaded
-F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-F_DIVERGENCE_LOSSES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 SORTING_LOSSES = {"aot", "aot_unpaired"}  # their value depends on which pairs are sorted together
 SUMMED_LOSSES = {*LOSS_TYPES} - LENGTH_NORMALIZED_LOSSES - {"sft"}
 
@@ -81,10 +77,6 @@ Conflict = tuple[str, str]  # a field, and the remedy
 def list_data_conflicts(c: argparse.Namespace) -> Iterator[Conflict]:
     if not c.model_name_or_path:
         yield "model_name_or_path", "give a Hub id or a folder"
-    if re.search(r"['\"](torch_dtype|dtype|revision)['\"]", str(c.model_init_kwargs)):
-        yield "model_init_kwargs", "cannot set dtype or revision; set the fields dtype and model_revision instead"
-    if "\n" in c.output_dir:
-        yield "output_dir", "contains a line break; remove it"
     if c.output_dir.startswith("$"):
         yield "output_dir", "variables are replaced by a shell only; write the path"
     if not c.dataset_name and not c.datasets:
@@ -99,8 +91,6 @@ def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: b
     losses = {*c.loss_type} & {*LOSS_TYPES}
     weights = c.loss_weights or [1]
     summed = min(losses & SUMMED_LOSSES, default=None)
-    no_divergence = min(losses - F_DIVERGENCE_LOSSES, default=None)
-    no_weighting = min(losses & {*SORTING_LOSSES, "sft"}, default=None)
     sorts = losses & SORTING_LOSSES
     is_split = world_size > 1 or c.per_device_train_batch_size not in (None, c.global_batch_size)
     if summed and c.beta >= 1 and not c.allow_unnormalized_beta:
@@ -110,14 +100,6 @@ def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: b
         yield "loss_type", "nothing would be trained; give a loss, for instance sigmoid_norm"
     if not min(weights) >= 0 < max(weights) < math.inf:
         yield "loss_weights", "give weights of at least 0, one of them above 0"
-    if "exo_pair" in losses and not c.label_smoothing:
-        yield "label_smoothing", "exo_pair needs a value above 0, for instance 0.001"
-    if "robust" in losses and c.label_smoothing >= 0.5:
-        yield "label_smoothing", "robust needs a value below 0.5, the share of swapped labels"
-    if c.f_divergence_type != "reverse_kl" and no_divergence:
-        yield "f_divergence_type", f"loss_type {no_divergence} supports only reverse_kl; remove the field"
-    if c.use_weighting and no_weighting:
-        yield "use_weighting", f"loss_type {no_weighting} has no loss of a single pair; remove one of the two"
     if training and sorts and is_split:
         yield "loss_type", "sorts the pairs of a micro-batch, which must be the global batch of a single process"
     if sorts and (c.eval_fraction or c.eval_datasets):
@@ -127,9 +109,6 @@ def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: b
 
 
 def list_lora_conflicts(c: argparse.Namespace) -> Iterator[Conflict]:
-    heads = {"lm_head", "embed_out"} & {*(c.lora_target_modules or ())}
-    if c.use_peft and heads:
-        yield "lora_target_modules", "the fused LM head would ignore its adapter; remove it"
     if c.use_peft and launched_with() == "fsdp":
         yield "use_peft", "FSDP2 would put the whole policy on each GPU; launch with ZeRO-2 or ZeRO-3"
     for field in dataclasses.fields(ModelConfig):
@@ -144,10 +123,9 @@ def list_batch_conflicts(c: argparse.Namespace, world_size: int) -> Iterator[Con
     accumulation = {1, c.global_batch_size // unit} if given else {1}
     if c.global_batch_size % unit:
         step = unit if given else math.lcm(unit, 4 * world_size)  # which leaves the choice of up to four pairs
-        below = c.global_batch_size // step * step
-        sizes = f"{below} or {below + step}" if below else step
+        size = math.ceil(c.global_batch_size / step) * step
         product = f"per_device_train_batch_size {given or 1} x {world_size} process(es)"
-        yield "global_batch_size", f"is not a multiple of {product}; choose {sizes}"
+        yield "global_batch_size", f"is not a multiple of {product}; choose {size}"
     elif c.gradient_accumulation_steps not in accumulation:
         meant = (given or DPOConfig.per_device_train_batch_size) * world_size * c.gradient_accumulation_steps
         remedy = f"remove the field, and set global_batch_size: {meant}"
@@ -167,8 +145,6 @@ def list_evaluation_conflicts(c: argparse.Namespace, training: bool) -> Iterator
         yield "profile_steps", "must be the first and the last step to profile, for instance [10, 12]"
     if c.guard_generations and not c.eval_fraction:
         yield "guard_generations", "needs prompts: set eval_fraction"
-    if c.logging_steps > 0 and c.guard_generations % c.logging_steps:
-        yield "guard_generations", f"answers join a log entry; give a multiple of logging_steps, {c.logging_steps:g}"
     if c.guard_generations and (launched_with() == "fsdp" or zero_stage() == 3):
         yield "guard_generations", "needs the full weights on each rank; use ZeRO-2, or set 0"
     if c.logging_strategy == "no" and c.guard != "skip":
@@ -194,8 +170,6 @@ def list_machine_conflicts(c: argparse.Namespace, world_size: int, training: boo
         yield "dtype", f"without DeepSpeed or FSDP {rounded} (bf16: true still computes in bf16)"
     if is_16_bit and launched_with() == "fsdp" and not (c.bf16 or c.fp16):
         yield "dtype", f"under FSDP2 without bf16: true {rounded}"
-    if training and c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
-        yield "attn_implementation", "needs flash-attn and a GPU; remove it: padding_free: true works without both"
     if training and world_size == 1 and gpus > 1 and not c.use_cpu:
         yield "use_cpu", f"one process sees {gpus} GPUs; use accelerate launch, or set CUDA_VISIBLE_DEVICES=0"
 
@@ -212,12 +186,13 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
     for loss in namespace.loss_type:
         with collect_errors(problems):
             check_known("loss_type", loss, LOSS_TYPES)
-    with collect_errors(problems):
-        check_known("f_divergence_type", namespace.f_divergence_type, F_DIVERGENCES)
-    if re.search(r"['\"](use_auth_)?token['\"]", str(namespace.model_init_kwargs)):  # the error omits its value
-        problems.append("model_init_kwargs: its token would be stored with the run; put HF_TOKEN into .env instead")
+    if re.search(r"['\"](token|torch_dtype|dtype|revision)['\"]", str(namespace.model_init_kwargs)):
+        remedy = "use HF_TOKEN in .env, and the fields dtype and model_revision"
+        problems.append(f"model_init_kwargs: cannot set a token, dtype or revision; {remedy}")  # without the token
     reported = {problem.split()[0].rstrip(":") for problem in problems}
-    refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name] != default_of(name)]
+    parts = (DPOConfig, ModelConfig, DatasetMixtureConfig)
+    defaults = {field.name: field.default for part in parts for field in dataclasses.fields(part)}
+    refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name] != defaults[name]]
     conflicts = [  # also of values that are out of their range
         *list_data_conflicts(namespace),
         *list_objective_conflicts(namespace, world_size, training),
@@ -235,20 +210,15 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
 
 
 def check_length_of_run(args: Any, pairs: int) -> None:
-    """Raises UserError if a run on `pairs` pairs ends before its warm-up, or cannot change a weight."""
+    """Raises UserError if a run on `pairs` pairs ends before its warm-up does: one step would change no weight."""
     steps = args.max_steps
     if steps < 1:
         steps = math.ceil(pairs // args.global_batch_size * args.num_train_epochs)
-    warmup = args.get_warmup_steps(steps)
-    if warmup > steps:
+    has_warmup = args.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau")
+    if has_warmup and args.get_warmup_steps(steps) >= steps:
         raise UserError(
-            f"warmup_steps {args.warmup_steps:g}: the run has only {steps} steps; give a share, such as 0.1"
-        )
-    if steps == warmup == 1 and args.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau"):
-        more = "give more max_steps" if args.max_steps == 1 else advise_batch(args, pairs)
-        raise UserError(
-            f"warmup_steps {args.warmup_steps:g}: the run's only step, on {args.global_batch_size} of {pairs} pairs, "
-            f"has learning rate 0 and would change no weight; {more}, or set warmup_steps: 0"
+            f"warmup_steps {args.warmup_steps:g}: the run has only {steps} step(s), on {pairs} pairs; "
+            "train more steps, for instance with a smaller global_batch_size, or set warmup_steps: 0"
         )
 
 
@@ -259,25 +229,20 @@ def advise_batch(args: Any, pairs: int) -> str:
     return f"use a smaller global_batch_size ({size if size <= pairs else 'fewer pairs per device'}), or more data"
 
 
-def default_of(name: str) -> Any:
-    """The default of a field of TRL."""
-    return next(getattr(part, name) for part in (DPOConfig, ModelConfig, DatasetMixtureConfig) if hasattr(part, name))
-
-
 def find_template_errors(template: str | None, training: bool) -> Iterator[str]:
     """What is wrong with an eval_command, each with its remedy."""
     if not template:
         return
     example = "for instance: sbatch my_eval.sh {checkpoint} {step} {out}"
     try:
-        words = [word.format(checkpoint="<checkpoint>", step=0, out="<out>") for word in shlex.split(template)]
+        command = template.format(checkpoint="<checkpoint>", step=0, out="<out>")
+        words = shlex.split(command)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         yield f"cannot be read ({error!r}); {example}; double any other brace"
         return
-    for name in ("checkpoint", "out"):
-        if f"<{name}>" not in " ".join(words):
-            yield f"lacks {{{name}}}; {example}"
-    if training and words and not shutil.which(words[0]):
+    if "<checkpoint>" not in command or "<out>" not in command:
+        yield f"lacks {{checkpoint}} or {{out}}; {example}"
+    elif training and not shutil.which(words[0]):
         yield f"command {words[0]} not found; give its path, or make it executable (chmod +x)"
 
 

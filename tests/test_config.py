@@ -1,25 +1,21 @@
 """Configuration: precedence, YAML's traps, wrong input, and a dump that reads back."""
 
-import ast
 import dataclasses
-import inspect
 import json
 import os
-import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import huggingface_hub
 import pytest
 import yaml
 from transformers import TrainingArguments
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig
 from wandb.sdk.lib.urls import DEFAULT_BASE_URL
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import FieldParser, parse_config, resolve_report_to
-from sfm_dpo.config_checks import LOSS_TYPES, REFUSED
+from sfm_dpo.config_checks import REFUSED
 
 NEEDED = {"model_name_or_path": "org/model", "dataset_name": "pairs.jsonl", "use_cpu": True}
 
@@ -109,8 +105,8 @@ def test_yaml_values_arrive_as_meant(parse, field, text, value):
         ("--warmup_ratio 0.1", ["unknown option --warmup_ratio; here: warmup_steps, see docs/migration.md"]),
         ("--gpus-per-node=8", ["Slurm's options come before the script: sbatch [options] scripts/dpo_train.sh"]),
         (
-            "--beta 0 --seed -1 --lr 1",
-            ["3 fields to correct", "yaml:\n- unknown option --lr; ", "\n- beta 0.0: must be above"],
+            "--seed -1 --lr 1 --lrs 1",
+            ["2 fields to correct", "yaml:\n- unknown option --lr; ", "\n- unknown option --lrs"],
         ),
         (
             "--beta 0 --loss_type foo --eval_strategy steps --report_to nowhere",
@@ -122,9 +118,8 @@ def test_yaml_values_arrive_as_meant(parse, field, text, value):
         ("--beta 5 6", ["unknown option 6"]),
         ("recipe.yaml", ["unknown option recipe.yaml; did you mean --config recipe.yaml?"]),
         ("--beta", ["beta", "expected one argument"]),
-        ("--learning_rate -1e-6", ["learning_rate -1e-06: must be above 0"]),
         ("--config nowhere.yaml", ["nowhere.yaml", "no such file"]),
-        ("--hub_token hf_canary", ["other users of the machine can read a command line; put HF_TOKEN into"]),
+        ("--hub_token hf_canary", ["hub_token: would be stored with the run; put HF_TOKEN into .env"]),
     ],
 )
 def test_wrong_command_line(parse, cli, parts):
@@ -154,19 +149,19 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
     ("recipe", "parts"),
     [
         ("learning_rat: 1.0e-6", ["learning_rat", "did you mean learning_rate"]),
-        ("learning_rate: [1, 2]", ["learning_rate", "list"]),
+        ("learning_rate: [1, 2]", ["learning_rate", "'[1, 2]'"]),
         ("learning_rate: true", ["learning_rate", "'true'"]),
         ("learning_rate:", ["learning_rate", "empty"]),
         ("max_length: 1e3", ["max_length", "'1e3'"]),
         ("guard: off", ["guard", "'off'", "'stop'"]),
         ("env: {WANDB_PROJECT: x}", ["unknown field 'env'; here: none (set variables in `.env`)"]),
         ("a: [b", ["not valid YAML"]),
-        ("? [a]\n: 1", ["not valid YAML: a list or mapping as the name of a field"]),
         ("output_dir: {{ run }}", ["output_dir: ConstructorError: "]),
         ("model_init_kwargs: {a: 2026-13-01}", ["model_init_kwargs: ValueError: month must be in 1..12"]),
-        ("beta: five\nlr: 1", ["2 fields", "beta five: ValueError", "unknown field 'lr'; here: learning_rate"]),
+        ("beta: five", ["argument --beta: invalid float value: 'five'"]),
+        ("xyz: 1\nlr: 1", ["2 fields to correct", "unknown field 'xyz'", "unknown field 'lr'; here: learning_rate"]),
         ("output_dir: $SCRATCH/run", ["output_dir $SCRATCH/run: variables are replaced by a shell only"]),
-        ({"model_init_kwargs": {"dtype": "bfloat16"}}, ["model_init_kwargs", "cannot set dtype or revision"]),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, ["model_init_kwargs: cannot set a token, dtype or revision"]),
         ("- a", ["not valid YAML"]),
         ("beta: 5\nbeta: 0.1", ["beta is given twice; keep one"]),
         ({"max_length": 100, "max_prompt_length": 100}, ["max_prompt_length 100", "max_length 100"]),
@@ -175,13 +170,8 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"dataset_name": "absent"}, ["dataset_name"]),
         ({"loss_type": "sigmoid_nrm"}, ["sigmoid_nrm", "did you mean sigmoid_norm"]),
         ({"loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1.0]}, ["loss_weights"]),
-        ({"loss_type": "exo_pair", "beta": 0.1}, ["label_smoothing 0.0: exo_pair needs a value above 0"]),
-        ({"loss_type": "robust", "beta": 0.1, "label_smoothing": 0.5}, ["label_smoothing 0.5: robust needs a value"]),
         (SORTED | {"per_device_train_batch_size": 1}, ["loss_type ['aot']: sorts the pairs of a micro-batch"]),
         (SORTED | {"eval_fraction": 0.1}, ["loss_type ['aot']: sorts the pairs of an evaluation batch"]),
-        ({"loss_type": ["sigmoid_norm", "sft"], "use_weighting": True}, ["use_weighting True: loss_type sft"]),
-        ({"use_peft": True, "lora_target_modules": ["lm_head"]}, ["lora_target_modules ['lm_head']: the fused LM"]),
-        ({"f_divergence_type": "revers_kl"}, ["f_divergence_type revers_kl: unknown; did you mean reverse_kl?"]),
         ({"use_peft": True, "lora_alpha": 0}, ["lora_alpha 0: must be at least 1"]),
         ({"loss_type": []}, ["loss_type []: nothing would be trained"]),
         ({"loss_weights": [0]}, ["loss_weights [0.0]: give weights of at least 0, one of them above 0"]),
@@ -192,14 +182,14 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"load_in_4bit": True, "beta": 0}, ["2 fields", "load_in_4bit True: quantised weights", "beta 0.0: must be"]),
         ({"report_to": "wanbd"}, ["report_to wanbd", "wandb"]),
         ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "set global_batch_size: 24"]),
-        ({"global_batch_size": 10, "per_device_train_batch_size": 4}, ["10", "4 x 1 process(es); choose 8 or 12"]),
+        ({"global_batch_size": 10, "per_device_train_batch_size": 4}, ["10", "4 x 1 process(es); choose 12"]),
         ({"datasets": [{"path": "a"}]}, ["dataset_name", "datasets"]),
         ({"hub_strategy": "checkpoint"}, ["hub_strategy", "checkpoint", "every_save"]),
         ({"profile_steps": [5, 3]}, ["profile_steps [5, 3]: must be the first and the last step"]),
         ({"prefix_sharing": True, "padding_free": False}, ["prefix_sharing True: needs packed"]),
         ({"checkpointed_layers": 2, "gradient_checkpointing": False}, ["checkpointed_layers 2: ", "remove one"]),
         ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, ["every_n_layers", "; set checkpointed_layers"]),
-        ({"eval_command": "true {checkpoint}"}, ["eval_command true {checkpoint}: lacks {out}; for instance: sb"]),
+        ({"eval_command": "true {checkpoint}"}, ["eval_command true {checkpoint}: lacks {checkpoint} or {out}; for"]),
         (
             {"eval_command": "true {checkpoint} {stp} {out}"},
             ["cannot be read (KeyError('stp')); for instance: sbatch"],
@@ -212,10 +202,6 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"eval_command": "true {checkpoint} {out}", "save_strategy": "no"}, ["save_strategy no: eval_command needs"]),
         ({"guard_generations": 5}, ["guard_generations 5: needs prompts"]),
         ({"logging_strategy": "no"}, ["logging_strategy", "the guard reads the log"]),
-        (
-            {"eval_fraction": 0.1, "guard_generations": 5, "logging_steps": 2},
-            ["guard_generations 5: answers", "logging_steps, 2"],
-        ),
         ({"eval_datasets": "a.jsonl"}, ["eval_datasets a.jsonl: must be a mapping of names to sets, such as {math:"]),
         ({"eval_datasets": {"a": {"path": "x", "fraction": "1"}}}, ["eval_datasets", "fraction"]),
         ({"eval_datasets": {"a": {"path": None}}}, ["eval_datasets {", "must be a mapping", "a: {'path': None}"]),
@@ -223,20 +209,18 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"eval_datasets": {"eval": "x"}}, ["eval_datasets", "is called eval or train", "eval: x"]),
         ({"eval_steps": 5}, ["eval_steps 5: has no effect; set eval_strategy: steps"]),
         ({"save_strategy": "best"}, ["save_strategy best", "set it to steps or epoch"]),
-        ({"attn_implementation": "flash_attention_2"}, ["needs flash-attn", "padding_free: true"]),
         ({"use_peft": True, "lora_task_type": "NOPE"}, ["'NOPE'", "CAUSAL_LM"]),
-        ({"bf16": True, "use_cpu": "absent"}, ["bf16 true: no GPU is visible", "--use_cpu true"]),
-        ({"output_dir": "a\nb"}, ["output_dir a b: contains a line break; remove it"]),
-        (
-            {"model_init_kwargs": {"token": "secret", "dtype": "auto"}},
-            ["model_init_kwargs: its token would be stored"],
-        ),
         ({"dtype": "bfloat16"}, ["dtype bfloat16", "fp32 master weights"]),
     ],
 )
 def test_wrong_recipe(parse, recipe, parts):
     message = refused(parse, recipe)
     assert all(part in message for part in parts), message
+
+
+def test_a_token_is_not_shown(parse):
+    for fields in ({"hub_token": "secret"}, {"model_init_kwargs": {"token": "secret"}}):
+        assert "HF_TOKEN in" in (message := refused(parse, fields)) and "secret" not in message
 
 
 def test_what_a_launcher_cannot_do_is_refused_with_the_configuration(parse, monkeypatch):
@@ -264,33 +248,13 @@ def test_olmos_beta_with_a_loss_on_sums_is_refused_and_says_why(parse, loss):
     assert parse({"loss_type": ["sigmoid_norm", "sft"], "beta": 5}).train.beta == 5
 
 
-@pytest.mark.parametrize("loss", LOSS_TYPES)
-def test_an_f_divergence_has_the_losses_that_trl_accepts(parse, loss):
-    allowed = re.search(r"f_divergence_loss_types = (\{.*?\})", inspect.getsource(DPOTrainer.__init__))
-    fields = {"loss_type": loss, "beta": 0.1, "label_smoothing": 0.1, "f_divergence_type": "forward_kl"}
-    fields |= {"global_batch_size": 2, "per_device_train_batch_size": 2}
-    if loss in ast.literal_eval(allowed[1]):
-        assert parse(fields).train.loss_type == [loss]
-    else:
-        assert f"f_divergence_type forward_kl: loss_type {loss} supports" in refused(parse, fields)
-
-
-def test_the_objective_names_where_it_comes_from(parse):
-    assert parse().notes[1].startswith("objective: sigmoid_norm with beta 5, the default here; set loss_type: sigmoid")
-    for config in (parse({"loss_type": "sigmoid_norm"}), parse(None, "--loss_type", "sigmoid_norm")):
-        assert config.notes[1] == "objective: sigmoid_norm with beta 5, as configured"
-
-
 def test_a_recipe_of_another_trainer_is_told_all_at_once(parse):
     """Fields of TRL's CLI, LLaMA-Factory and axolotl."""
-    fields = {"torch_dtype": "auto", "stage": "dpo", "cutoff_len": 1, "max_steps": 0, "lora_r": 3}
-    fields |= {"gradient_accumulation_steps": 8, "micro_batch_size": 4, "xyzzy": 1, "evals_per_epoch": 4}
-    fields |= {"adapter": "lora", "base_model": "m"}
+    fields = {"torch_dtype": "auto", "stage": "dpo", "cutoff_len": 1, "micro_batch_size": 4, "xyzzy": 1}
+    fields |= {"evals_per_epoch": 4, "adapter": "lora", "base_model": "m"}
     message = refused(parse, fields, world_size=2)
-    expected = """10 fields to correct|here: dtype, see docs|'stage'; here: none (always DPO)|
-        |'cutoff_len'; here: max_length (|unknown field 'xyzzy'|max_steps 0: |
-        |here: eval_strategy: steps (|here: use_peft (|
-        gradient_accumulation_steps 8: |set global_batch_size: 64"""
+    expected = """8 fields to correct|here: dtype, see docs|'stage'; here: none (always DPO)|
+        |'cutoff_len'; here: max_length (|unknown field 'xyzzy'|here: eval_strategy: steps (|here: use_peft ("""
     assert not [part for part in expected.split("|") if part.strip() not in message], message
 
 
@@ -300,10 +264,10 @@ def test_one_process_and_several_gpus(parse, monkeypatch):
     assert "use_cpu False: one process sees 4 GPUs" in refused(parse, {"use_cpu": False})
 
 
-@pytest.mark.parametrize(("processes", "sizes"), [(3, "120 or 132"), (6, "120 or 144"), (48, "192")])
-def test_the_nearest_global_batches_are_offered_that_four_pairs_a_gpu_divide(parse, processes, sizes):
-    assert refused(parse, world_size=processes).endswith(f"; choose {sizes}")
-    parse({"global_batch_size": int(sizes[-3:])}, world_size=processes)
+@pytest.mark.parametrize(("processes", "size"), [(3, 132), (6, 144), (48, 192)])
+def test_the_next_global_batch_is_offered_that_four_pairs_a_gpu_divide(parse, processes, size):
+    assert refused(parse, world_size=processes).endswith(f"; choose {size}")
+    parse({"global_batch_size": size}, world_size=processes)
 
 
 def test_no_more_processes_read_the_data_than_there_are_cores(parse):
@@ -328,10 +292,10 @@ def test_wandb_is_off_without_a_key_and_said_so(monkeypatch, tmp_path):
     assert resolve_report_to(both.copy()) == (both, "tracking: wandb, tensorboard")
     monkeypatch.setenv("WANDB_MODE", "online")
     assert resolve_report_to(["wandb"])[0] == []
-    for host in (urlsplit(DEFAULT_BASE_URL).hostname, "api.wandb.ai"):  # where `wandb login` writes, and wrote
+    for host in (urlsplit(DEFAULT_BASE_URL).hostname, "api.wandb.ai", "wandb.lab.org"):  # where `wandb login` writes
         (tmp_path / "netrc").write_text(f"machine {host} login user password k")
         assert resolve_report_to(["wandb"])[0] == ["wandb"]
-    (tmp_path / "netrc").write_text("machine wandb.other.org login user password k")
+    (tmp_path / "netrc").write_text("machine huggingface.co login user password k")
     assert resolve_report_to(["wandb"])[0] == []
     monkeypatch.setenv("WANDB_API_KEY", "k")
     assert resolve_report_to(["wandb"])[0] == ["wandb"]
@@ -347,13 +311,10 @@ def test_mixture(parse):
 @pytest.mark.parametrize(
     ("datasets", "part"),
     [
-        ("a.jsonl", "datasets: must be a list of mappings such as {path:"),
-        (["a.jsonl"], "datasets: must be a list of mappings such as {path:"),
-        ([{"name": "a"}], "datasets: path None of an entry: give a Hub id, a file or a folder"),
-        ([{"path": 5}], "datasets: path 5 of an entry"),
-        ([{"path": ""}], "datasets: path '' of an entry"),
-        ([{"path": "a", "fractoin": 1}], "datasets fractoin: unknown; did you mean fraction?"),
-        ([{"path": "a", "type": "chat"}], "datasets type: unknown; the known ones are columns, data_dir"),
+        ("a.jsonl", "must be a mapping, not str; give a list of mappings such as {path:"),
+        (["a.jsonl"], "must be a mapping, not str; give a list of mappings such as {path:"),
+        ([{"name": "a"}], "missing 1 required positional argument: 'path'; give a list"),
+        ([{"path": "a", "fractoin": 1}], "unexpected keyword argument 'fractoin'; give a list"),
         ([{"path": "a", "fraction": 0.5}, {"path": "b"}], "fraction [0.5, None]: must be a number above 0 in all"),
         ([{"path": "a", "fraction": 0.8}, {"path": "b", "fraction": -0.2}], "fraction [0.8, -0.2]: must be a number"),
         ([{"path": "a", "fraction": 0}], "fraction [0]: must be a number"),
@@ -393,15 +354,6 @@ def test_what_a_run_writes_down_reads_back_equal(parse, tmp_path, monkeypatch, f
     assert json.loads(json.dumps(dump)) == dump  # plain types only
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(dump, sort_keys=False))
     assert parse_config(["--config", str(tmp_path / "resolved.yaml")]).as_dict() == dump
-
-
-def test_a_token_is_used_but_held_by_no_field(parse, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_from_env")
-    config = parse({"hub_token": "hf_canary_recipe"})
-    assert huggingface_hub.get_token() == "hf_canary_recipe"
-    assert config.train.hub_token is None
-    text = yaml.safe_dump(config.as_dict())
-    assert "canary" not in text and "hub_token" not in text
 
 
 def test_a_tracker_that_is_not_installed_is_one_line():

@@ -1,4 +1,4 @@
-"""Greedy answers to prompts, and how repetitive the answers are."""
+"""Greedy answers to prompts."""
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,14 +15,3 @@ def continue_prompts(
     answers = rows[:, batch["input_ids"].shape[1] :].tolist()
     answers = [ids[: ids.index(eos)] if eos in ids else ids for ids in answers]
     return [text.strip() for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]
-
-
-def repeated_4grams(texts: list[str]) -> float:
-    """Share of word 4-grams that occurred before in the same text; 0 for texts of fewer than 4 words."""
-    total = 0
-    distinct = 0
-    for words in map(str.split, texts):
-        grams = list(zip(words, words[1:], words[2:], words[3:], strict=False))
-        total += len(grams)
-        distinct += len(set(grams))
-    return (total - distinct) / total if total else 0.0

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from transformers import TrainerCallback
@@ -13,14 +12,13 @@ from sfm_dpo.common.errors import GuardStopped
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config_checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.data.lengths import count_trained
-from sfm_dpo.health.generation import continue_prompts, repeated_4grams
-from sfm_dpo.health.guard_rules import COLLAPSE_STEPS, SIGMOID_LOSSES, Finding, Log, RunFacts, judge_log
-from sfm_dpo.run.checkpoint import KEEP, checkpoints, keep_before, step_of
+from sfm_dpo.health.generation import continue_prompts
+from sfm_dpo.health.guard_rules import SIGMOID_LOSSES, Finding, Log, RunFacts, judge_log
+from sfm_dpo.run.checkpoint import keep_before
 from sfm_dpo.run.files import HEALTH, SAMPLES
 
 log = logging.getLogger(__name__)
 
-AUTHOR = "guard"  # written into its KEEP files
 PROMPTS = 4  # in each round of generations
 NEW_TOKENS = 64
 
@@ -56,9 +54,6 @@ class Guard(TrainerCallback, ExportableState):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in (logs or {}) or self.stopped:
             return
-        is_due = bool(self.prompts) and (state.global_step % args.guard_generations == 0 or not self.first_texts)
-        if is_due and is_main_process():
-            state.log_history[-1].update(self._generate(args))  # saved in trainer_state.json
         entries = [entry for entry in state.log_history if "loss" in entry]
         known = {finding.signal for finding in self.findings}
         # Metrics are gathered from all ranks, but ranks with different findings would wait for each other forever
@@ -70,6 +65,11 @@ class Guard(TrainerCallback, ExportableState):
         if self.stopped:
             control.should_training_stop = True
         return self.on_epoch_end(args, state, control)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        is_due = self.prompts and (state.global_step % args.guard_generations == 0 or not self.first_texts)
+        if is_due and is_main_process():
+            self._generate(args)
 
     def on_epoch_end(self, args, state, control, **kwargs):
         """Saves nothing once the run is stopped."""
@@ -85,26 +85,12 @@ class Guard(TrainerCallback, ExportableState):
             if is_main_process() and not self.last_healthy:
                 # An entry at step s describes the weights after s - 1 updates; checkpoint-s holds them after s updates
                 before = max((entry["step"] for entry in entries if entry["step"] < finding.began), default=0)
-                checkpoint = keep_before(args.output_dir, before, AUTHOR)
+                checkpoint = keep_before(args.output_dir, before)
                 self.last_healthy = str(checkpoint) if checkpoint else None
             if args.guard == "stop":
                 level = "stop"
                 self.stopped = self.stopped or finding
         log.info(f"guard: {level}: {finding.describe()}; {finding.remedy}")
-
-    def on_save(self, args, state, control, **kwargs):
-        """Protects from rotation the checkpoints that may turn out to be the last healthy one.
-
-        A collapse is detected up to COLLAPSE_STEPS after it began, so these are the newest checkpoint at least that
-        old and the next one. Checkpoints further apart than that are not rotated too early.
-        """
-        if not is_main_process() or self.last_healthy or self.trainer.config.train.save_total_limit is None:
-            return
-        healthy = keep_before(args.output_dir, state.global_step - COLLAPSE_STEPS + 1, AUTHOR)
-        after = [c for c in checkpoints(args.output_dir) if step_of(c) > step_of(healthy)]
-        after = [c for c in after if not (c / KEEP).exists() or (c / KEEP).read_text() == AUTHOR]
-        if len(after) > 1 and not any((c / KEEP).exists() for c in after):
-            (after[0] / KEEP).write_text(AUTHOR)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._write_health(args)
@@ -118,8 +104,8 @@ class Guard(TrainerCallback, ExportableState):
                 checkpoint=self.last_healthy,
             )
 
-    def _generate(self, args) -> dict[str, float]:
-        """Answers the prompts on rank 0, which has all weights under ZeRO-2, and returns metrics of the answers."""
+    def _generate(self, args) -> None:
+        """Answers the prompts on rank 0, which has all weights under ZeRO-2, and writes samples.json."""
         tokenizer = self.trainer.processing_class
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         model.eval()
@@ -130,10 +116,6 @@ class Guard(TrainerCallback, ExportableState):
         rows = zip(prompts, self.first_texts, answers, strict=True)
         samples = [dict(zip(("prompt", "before", "after"), row, strict=True), limit=NEW_TOKENS) for row in rows]
         write_json(Path(args.output_dir) / SAMPLES, samples)
-        return {
-            "guard/repeated_4grams": repeated_4grams(answers),
-            "guard/empty_answers": fmean(not answer for answer in answers),
-        }
 
     def _write_health(self, args) -> None:
         verdict = "warned" if self.findings else "healthy"

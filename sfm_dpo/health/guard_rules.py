@@ -5,13 +5,12 @@ All thresholds are here; docs/health.md explains them with their sources.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 from sfm_dpo.common.statistics import mean_interval
+from sfm_dpo.run.checkpoint import COLLAPSE_STEPS
 
-COLLAPSE_STEPS = 20  # optimizer steps within which a collapse happens; the recorded ones took 5 to 12
 SIGMOID_LOSSES = {"sigmoid", "sigmoid_norm"}  # they start at ln 2, and 0 is their minimum
 
 Entry = dict[str, Any]  # of transformers' log_history, with "step" and "loss"; other metrics may be missing
@@ -110,14 +109,14 @@ def _check_collapse(log: Log, run: RunFacts) -> Evidence | None:
     return log[log.index(start) + 1]["step"], figures
 
 
-def _check_displacement(log: Log, run: RunFacts, limit: float = 1.0) -> Evidence | None:
+def _check_displacement(log: Log, run: RunFacts) -> Evidence | None:
     start = log[0].get("rewards/chosen", 0.0) if run.other_reference else 0.0
 
     def loss_per_token(entry: Entry) -> float:
         return (start - entry.get("rewards/chosen", 0.0)) / (run.beta * run.chosen_tokens)
 
     figures = f"chosen answers lost {loss_per_token(log[-1]):.2f} nats per token"
-    return _find_streak(log, 3, figures, loss_per_token, limit, begins=0.3 * limit)
+    return _find_streak(log, 3, figures, loss_per_token, limit=1.0, begins=0.3)
 
 
 def _check_divergence(log: Log, run: RunFacts) -> Evidence | None:
@@ -143,32 +142,16 @@ def _check_standstill(log: Log, run: RunFacts) -> Evidence | None:
     return after[0]["step"], f"margin {late:+.4f} (95% interval {low:+.4f} to {high:+.4f}), and not growing"
 
 
-def _check_answers(log: Log, run: RunFacts) -> Evidence | None:
-    rounds = [e for e in log if "guard/repeated_4grams" in e]
-    if len(rounds) < 2 or rounds[-1] is not log[-1]:
-        return None
-    for name, what in (
-        ("guard/repeated_4grams", "of the 4-grams in generated answers repeat"),
-        ("guard/empty_answers", "of the generated answers are empty"),
-    ):
-        if rounds[-1][name] >= 0.5 and rounds[0][name] <= 0.25:
-            return rounds[-2]["step"] + 1, f"{rounds[-1][name]:.0%} {what}"
-    return None
-
-
 _LOWER_LR = "lower learning_rate by a factor of 3 to 10"
 _CORRUPT = f"{_LOWER_LR}; look for a pair with an empty or corrupt response near this step"
 _DISPLACED = f"{_LOWER_LR}; add an sft term (loss_type: [sigmoid_norm, sft]); filter nearly identical answers"
 _DIVERGED = f"{_LOWER_LR}; check that chosen and rejected are not swapped in part of the data"
 _STUCK = "raise learning_rate by a factor of 10; check that parameters are trainable and kept in fp32 by the optimizer"
-_BEGINS = "watch the generated answers; a lower learning_rate or an sft term keeps the chosen answers likely"
 RULES = (
     GuardRule("non_finite", True, _check_finite, _CORRUPT),
     GuardRule("collapse", True, _check_collapse, f"{_LOWER_LR}, or lower beta; for a loss on sums: use sigmoid_norm"),
     GuardRule("displacement", True, _check_displacement, _DISPLACED),
     GuardRule("divergence", True, _check_divergence, _DIVERGED),
     GuardRule("standstill", True, _check_standstill, _STUCK),
-    GuardRule("repetition", True, _check_answers, f"{_LOWER_LR}, and resume from an earlier checkpoint"),
     GuardRule("skipped_update", False, _check_skipped, _CORRUPT),
-    GuardRule("displacement_begins", False, partial(_check_displacement, limit=0.5), _BEGINS),
 )

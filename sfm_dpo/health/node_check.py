@@ -7,7 +7,6 @@ rank 0's store: Gloo would need the nodes' names resolved, which NCCL does not.
 """
 
 import argparse
-import ctypes
 import logging
 import os
 import pickle
@@ -18,11 +17,10 @@ import sys
 import sysconfig
 import tempfile
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import sfm_dpo
-from sfm_dpo.common.distributed import DRIVER, explain_missing_gpus, is_cpu_only, is_main_process, world_size
+from sfm_dpo.common.distributed import explain_missing_gpus, is_cpu_only, is_main_process, world_size
 from sfm_dpo.common.errors import NODE_CHECK_FAILED
 from sfm_dpo.common.slurm import list_hosts
 
@@ -41,7 +39,7 @@ REDUCE_SECONDS = 120  # the first communicator of many nodes takes long
 
 PRODUCT = "TFLOPS in a matrix product"
 INSIDE = "GB/s in an all-reduce inside a node"
-BETWEEN = "GB/s in an all-reduce between two nodes"
+BETWEEN = "GB/s in an all-reduce between nodes"
 # GB/s of NVLink in one direction: half of what NVIDIA's data sheets give for a GPU; H200 is in GH200, B200 in GB200
 NVLINK = {"A100-SXM": 300, "H100 80GB HBM3": 450, "H200": 450, "B200": 900, "B300": 900}
 
@@ -52,7 +50,7 @@ class Fault(NamedTuple):
 
 
 Report = tuple[str, list[Fault]]  # of a rank's host
-Rates = dict[tuple[str, str], float]  # by unit and operation, and by the device, node or pair of nodes
+Rates = dict[tuple[str, str], float]  # by unit and operation, and by the node and device
 HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
 RANK = int(os.environ.get("RANK", "0"))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -64,16 +62,12 @@ BACKEND = "nccl" if ON_GPU else "gloo"
 
 
 def main(argv: list[str]) -> int:
+    from huggingface_hub.constants import HF_HOME  # read once, when .env has been loaded
+
     parser = argparse.ArgumentParser(prog="python -m sfm_dpo.health.node_check", description=__doc__.splitlines()[0])
     parser.add_argument("--output_dir", required=True)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        os.environ.setdefault(name, value)  # started without a launcher
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout raises; otherwise it kills the process
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    hf_home = Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser()
-    folders = {"output_dir": Path(parser.parse_args(argv).output_dir), "HF_HOME": hf_home}
-    if LOCAL_RANK == 0:
-        print(f"{HOST}: {describe_network()}", flush=True)
+    folders = {"output_dir": Path(parser.parse_args(argv).output_dir), "HF_HOME": Path(HF_HOME)}
     store = None
     is_reporting = is_main_process()
     try:
@@ -103,7 +97,7 @@ def explain_failure(error: Exception, store: dist.Store | None) -> list[Report]:
         if absent := list_hosts(os.environ.get("SLURM_JOB_NODELIST", "")) - present:
             return [(host, [Fault("no process has reached the first node")]) for host in sorted(absent)]
     reason = " ".join(str(error).split())[:300]
-    return [(HOST, [Fault(f"rank {RANK} could not reach the other ranks: {reason}", of_node=False)])]
+    return [(HOST, [Fault(f"rank {RANK} could not finish the check: {reason}", of_node=False)])]
 
 
 def log_verdict(reports: list[Report]) -> None:
@@ -138,26 +132,17 @@ def check_all(folders: dict[str, Path], store: dist.Store) -> list[Report]:
         if not any(lines for _, lines in reports):
             reports = gather(store, check.__name__, (HOST, check(folders, store)))
     if not any(lines for _, lines in reports):
-        describe_ranks([host for host, _ in reports], store)
+        rates: Rates = {}
+        for of_rank in gather(store, "rates", measure_rates([host for host, _ in reports])):
+            rates |= of_rank
+        if is_main_process():
+            log_rates(rates, lowest_rates(torch.cuda.get_device_name()) if ON_GPU else {})
     if dist.is_initialized():
         dist.destroy_process_group()
     store.set(f"end of rank {RANK}", "")
     if is_main_process():  # its store ends with it
         store.wait([f"end of rank {rank}" for rank in range(world_size())])
     return reports
-
-
-def describe_network() -> str:
-    """The loaded NCCL, the node's network adapters, and the variables that select one."""
-    version = ctypes.c_int()
-    with suppress(OSError):  # torch.cuda.nccl.version() is the version torch was built with, not the one in LD_PRELOAD
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
-    number = version.value
-    nccl = f"NCCL {number // 10000}.{number // 100 % 100}.{number % 100}" if number else "no NCCL"
-    adapters = [path.name for kind in ("infiniband", "cxi") for path in sorted(Path("/sys/class", kind).glob("*"))]
-    names = ("NCCL_NET", "FI_PROVIDER", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "LD_PRELOAD")
-    settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    return ", ".join([nccl, f"adapters {' '.join(adapters) or 'none'}", *settings])
 
 
 def gather(store: Any, name: str, value: Any) -> list[Any]:
@@ -239,31 +224,6 @@ def check_all_reduce(folders: dict[str, Path], store: dist.Store) -> list[Fault]
     return [Fault(f"{numbers.device}: an all-reduce over {ranks} ranks gave {numbers[0].item():g}")]
 
 
-def describe_ranks(hosts: list[str], store: dist.Store) -> None:
-    """Logs how fast the ranks are, and warns of nodes that differ or are slow. `hosts`: of each rank."""
-    facts = {"torch": torch.__version__, "network": describe_network()}
-    facts["GPU"] = torch.cuda.get_device_name() if ON_GPU else "none"
-    facts["driver"] = DRIVER.read_text().splitlines()[0] if DRIVER.exists() else "none"
-    rates: Rates = {}
-    failures = []
-    try:
-        for what, name, rate in measure_rates(hosts):
-            rates[what, name] = rate
-    except Exception as error:  # torch raises no narrower class
-        failures.append(f"{HOST} {DEVICE_NAME} could not be measured: {' '.join(str(error).split())[:300]}")
-    gathered = gather(store, "rates", (facts, rates, failures))
-    if is_main_process():
-        for _, of_rank, failures in gathered:
-            rates |= of_rank
-            for failure in failures:
-                log.warning(failure)
-        for name in facts:
-            of_host = {host: of_rank[name] for host, (of_rank, *_) in zip(hosts, gathered, strict=True)}
-            if len(set(of_host.values())) > 1:
-                log.warning(f"not the same {name} on all nodes: {'; '.join(map(': '.join, of_host.items()))}")
-        log_rates(rates, lowest_rates(facts["GPU"]) if ON_GPU else {})
-
-
 def log_rates(rates: Rates, lowest: dict[str, tuple[float, str]]) -> None:
     for what in dict.fromkeys(what for what, _ in rates):
         by_name = {name: rate for (kind, name), rate in rates.items() if kind == what}
@@ -287,25 +247,27 @@ def lowest_rates(gpu: str) -> dict[str, tuple[float, str]]:
     }
 
 
-def measure_rates(hosts: list[str]) -> Iterator[tuple[str, str, float]]:
-    """What, where and how fast, for all that this rank takes part in: its matrix product, all-reduces inside its node,
-    and between each node and the next."""
+def measure_rates(hosts: list[str]) -> Rates:
+    """Of this rank's matrix product, and of all-reduces inside its node and over all nodes. `hosts`: of each rank."""
+    name = f"{HOST} {DEVICE_NAME}"
     size = 8192 if ON_GPU else 512
     matrix = torch.randn(size, size, dtype=torch.bfloat16 if ON_GPU else torch.float32, device=DEVICE)
     product = torch.empty_like(matrix)
     seconds = measure_seconds(partial(torch.matmul, matrix, matrix, out=product), product)
-    yield PRODUCT, f"{HOST} {DEVICE_NAME}", 2e-12 * size**3 / seconds
+    rates = {(PRODUCT, name): 2e-12 * size**3 / seconds}
     numbers = torch.zeros(2**28 if ON_GPU else 2**20, device=DEVICE)  # 1 GiB on a GPU
-    nodes = list(dict.fromkeys(hosts))
-    pairs = list(pairwise(nodes))
-    for members in [*((node,) for node in nodes), *pairs[::2], *pairs[1::2]]:  # pairs without a common node: at once
-        ranks = [rank for rank, host in enumerate(hosts) if host in members]
-        if RANK in ranks and len(ranks) > 1:
-            timeout = timedelta(seconds=REDUCE_SECONDS)
-            group: Any = dist.new_group(ranks, timeout, BACKEND, use_local_synchronization=True)
-            seconds = measure_seconds(partial(dist.all_reduce, numbers, group=group), numbers)
-            moved = 2 * (len(ranks) - 1) / len(ranks) * numbers.nbytes  # by each rank: NCCL's bus bandwidth
-            yield INSIDE if len(members) == 1 else BETWEEN, " and ".join(members), 1e-9 * moved / seconds
+    groups: dict[str, Any] = {}
+    inside = [rank for rank, host in enumerate(hosts) if host == HOST]
+    if len(inside) > 1:
+        groups[INSIDE] = dist.new_group(inside, timedelta(seconds=REDUCE_SECONDS), use_local_synchronization=True)
+    if len(set(hosts)) > 1:
+        groups[BETWEEN] = dist.group.WORLD
+    for what, group in groups.items():
+        ranks = group.size()
+        seconds = measure_seconds(partial(dist.all_reduce, numbers, group=group), numbers)
+        moved = 2 * (ranks - 1) / ranks * numbers.nbytes  # by each rank: NCCL's bus bandwidth
+        rates[what, name] = 1e-9 * moved / seconds
+    return rates
 
 
 def measure_seconds(action: Callable[[], Any], result: torch.Tensor) -> float:

@@ -21,7 +21,7 @@ from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.answers import compare_sides, tabulate_sides
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import describe_ignored
-from sfm_dpo.health.preflight_rules import MOVE, Figure, compute_pair_figures, exact, format_finding, judge_base_model
+from sfm_dpo.health.preflight_rules import Figure, compute_pair_figures, exact, format_finding, judge_base_model
 from sfm_dpo.run.files import PREFLIGHT
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
 
     judged, logps = score_pairs(trainer, policy, sample)
     responses = np.maximum(count_trained(dataset, args.max_length), 1)[judged]
-    figures = compute_pair_figures(logps, responses, loss_type, args.beta) | inspect_model(trainer, rows)
+    figures = compute_pair_figures(logps, responses) | inspect_model(trainer, rows)
     verdict, findings = judge_base_model(figures, loss_type)
     for finding in findings:
         if finding["rule"] == "ignored":
@@ -153,6 +153,5 @@ def tabulate_means(figures: dict[str, Figure], pairs: str, boundary: str) -> lis
         ("chosen, per token", interval("chosen_logp")),
         ("gap, per token", interval("token_gap")),
         ("gap, sum", interval("sum_gap")),
-        ("gradient weight", f"0.5 at the start, {figures['weight_after_move'][0]:.2g} after {MOVE:g} nats per token"),
         ("boundary", boundary),
     ]

@@ -11,7 +11,6 @@ from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
 
 UNLEARNABLE = -2.5  # nats per token: the base model cannot bridge a larger gap than this
-MOVE = 0.1  # nats per token: each chosen token gains it and each rejected token loses it
 
 Figure = tuple[float, float, float]  # a value, and the ends of its 95% interval
 
@@ -25,12 +24,10 @@ class PreflightRule(NamedTuple):
     no_go: float | None
     what: str
     remedy: str
-    sums: bool = False  # only for losses on summed log-probs
 
 
 _SFT = "train on the chosen answers first (SFT), or use a base model that can write them"
 _MEANS = "loss_type sigmoid_norm with beta 5, which compares means; or SFT on the chosen answers first"
-_BETA = "a lower beta, or loss_type sigmoid_norm with beta 5"
 _EOS = "check the chat template and eos_token of the tokenizer"
 _UNSEEN = "change the rows, the chat template or max_prompt_length"
 _ROPE = "give config.json rope_parameters by layer type: yarn for full_attention, default for sliding_attention"
@@ -40,8 +37,7 @@ RULES = (
     PreflightRule(
         "unlearnable_pairs", "above", 0.1, 0.5, f"share below {UNLEARNABLE:g} nats per token", "filter these pairs"
     ),
-    PreflightRule("sum_gap", "below", -100.0, -500.0, "mean summed log-prob, chosen minus rejected", _MEANS, True),
-    PreflightRule("weight_after_move", "below", 0.02, None, f"median after {MOVE:g} nats per token", _BETA, True),
+    PreflightRule("sum_gap", "below", -100.0, -500.0, "mean summed log-prob, chosen minus rejected", _MEANS),
     PreflightRule("no_eos", "above", 0.05, None, "share of untruncated responses that do not end with EOS", _EOS),
     PreflightRule("cut", "above", 0.25, None, "share of responses cut by max_length", "raise max_length"),
     PreflightRule("ignored", "above", 0.01, None, "share of pairs with parts that training does not see", _UNSEEN),
@@ -54,23 +50,21 @@ def exact(value: float) -> Figure:
     return value, value, value
 
 
-def compute_pair_figures(logps: np.ndarray, lengths: np.ndarray, loss_type: str, beta: float) -> dict[str, Figure]:
-    """Means and shares with 95% intervals (mean, low, high), in nats, and the median DPO gradient weight after MOVE.
+def compute_pair_figures(logps: np.ndarray, lengths: np.ndarray) -> dict[str, Figure]:
+    """Means and shares with 95% intervals (mean, low, high), in nats.
 
     `logps`: [N, 2] sums of log-probs (nats) of the chosen and rejected responses under the base model; `lengths`:
-    [N, 2] their tokens. The weight is sigmoid(-margin).
+    [N, 2] their tokens.
     """
     per_token = logps / lengths
     token_gap = per_token[:, 0] - per_token[:, 1]
     sum_gap = logps[:, 0] - logps[:, 1]
-    moved = np.full(len(logps), 2.0) if loss_type in LENGTH_NORMALIZED_LOSSES else lengths.sum(axis=1)
     unlearnable = float((token_gap < UNLEARNABLE).mean())
     return {
         "chosen_logp": mean_interval(per_token[:, 0].tolist()),
         "token_gap": mean_interval(token_gap.tolist()),
         "sum_gap": mean_interval(sum_gap.tolist()),
         "unlearnable_pairs": (unlearnable, *wilson(unlearnable, len(logps))),
-        "weight_after_move": exact(float(np.median(np.exp(-np.logaddexp(0, beta * MOVE * moved))))),
     }
 
 
@@ -81,7 +75,7 @@ def judge_base_model(figures: dict[str, Figure], loss_type: str) -> tuple[str, l
     """
     findings: list[dict[str, Any]] = []
     for rule in RULES:
-        if rule.figure not in figures or (rule.sums and loss_type in LENGTH_NORMALIZED_LOSSES):
+        if rule.figure not in figures or (rule.figure == "sum_gap" and loss_type in LENGTH_NORMALIZED_LOSSES):
             continue
         limits = {"no-go": rule.no_go, "caution": rule.caution}
         if rule.figure == "sum_gap" and not any(f["rule"] == "token_gap" for f in findings):

@@ -18,7 +18,6 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config import Config
 from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_pairs, memory_limit
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.packing import decide_packing
@@ -149,7 +148,7 @@ class Planner:
             "batch": {"global": self.args.global_batch_size, "steps": self.steps},
             "launches": {launch: self.plan_launch(launch) for launch in LAUNCHES},
             "time": self.plan_time(),
-            "checkpoints": peak_checkpoint_count(self.args, COLLAPSE_STEPS),
+            "checkpoints": peak_checkpoint_count(self.args),
         }
 
 

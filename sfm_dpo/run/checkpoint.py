@@ -27,6 +27,7 @@ STOP = "STOP"
 FOR_GOOD = "for good"  # in STOP: a batch job is not requeued
 KEEP = "KEEP"  # a checkpoint with a file of this name is never rotated away
 PUSHING = "PUSHING"  # a file that keeps it, too, while the process that it names lives
+COLLAPSE_STEPS = 20  # optimizer steps within which a collapse happens; the recorded ones took 5 to 12
 MAX_AWAITED = 3  # checkpoints that are kept until eval_command has written their result
 # The rank in file names of DeepSpeed, transformers and torch.distributed.checkpoint; rank 0 writes all other files
 _WRITER = re.compile(r"(?:pp_rank_|rng_state_|__)(\d+)[_.]")
@@ -80,15 +81,13 @@ def _is_mine(name: str) -> bool:
     return int(writer[1] if writer else 0) % world_size() == rank()
 
 
-def keep_before(run: str | Path, step: float, author: str) -> Path | None:
-    """Moves `author`'s KEEP file to the newest complete checkpoint before `step` and returns that checkpoint."""
+def keep_before(run: str | Path, step: float) -> Path | None:
+    """Protects the newest complete checkpoint before `step` from rotation, and returns it."""
     older = [c for c in checkpoints(run) if step_of(c) < step and why_incomplete(c) is None]
-    for mark in [checkpoint / KEEP for checkpoint in older[:-1]]:
-        if mark.exists() and mark.read_text() == author:
-            mark.unlink()
-    if older and not (older[-1] / KEEP).exists():
-        (older[-1] / KEEP).write_text(author)
-    return older[-1] if older else None
+    if not older:
+        return None
+    (older[-1] / KEEP).touch()
+    return older[-1]
 
 
 def newest_checkpoint(run: str | Path) -> Path | None:
@@ -109,16 +108,20 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
         write_json(checkpoint / COMPLETE, mark)
 
 
-def rotate(run: str | Path, limit: int | None) -> None:
+def rotate(run: str | Path, limit: int | None, horizon: int = 0) -> None:
     """Deletes incomplete checkpoints before the newest complete one, and the oldest complete ones beyond `limit`,
-    except those that have KEEP, are being pushed, or are among the newest MAX_AWAITED that wait for eval_command."""
+    except those that have KEEP, are being pushed, or are among the newest MAX_AWAITED that wait for eval_command. Also
+    kept: the newest that is `horizon` steps old, because the guard finds a collapse so late, and the one to replace it.
+    """
     newest = step_of(newest_checkpoint(run))
     free = [c for c in checkpoints(run) if step_of(c) <= newest and not (c / KEEP).exists() and not is_pushed(c)]
     complete = [c for c in free if why_incomplete(c) is None]
     recent = complete[-limit:] if limit else complete
+    before = [checkpoint for checkpoint in complete if step_of(checkpoint) <= newest - horizon]
+    healthy = [*before[-1:], *complete[len(before) :][:1]]
     awaited = [checkpoint for checkpoint in complete if checkpoint not in recent and is_awaited(checkpoint)]
     for checkpoint in free:
-        if checkpoint not in (*recent, *awaited[-MAX_AWAITED:]):
+        if checkpoint not in (*recent, *healthy, *awaited[-MAX_AWAITED:]):
             if checkpoint in awaited:
                 log.info(f"{checkpoint} is deleted without a result of eval_command: {MAX_AWAITED} newer ones wait")
             # First: an interrupted deletion must not leave it complete
@@ -147,14 +150,16 @@ def is_awaited(checkpoint: Path) -> bool:
     return result.with_suffix(".log").exists() and not has_result
 
 
-def peak_checkpoint_count(args: Any, collapse_steps: int) -> int:
-    """The most checkpoints a run holds at one time: the limit, the one being written, those the guard keeps (two if
-    saves are closer together than `collapse_steps`), and those that wait for eval_command."""
+def peak_checkpoint_count(args: Any) -> int:
+    """The most checkpoints a run holds at one time: the limit, the one being written, the one that the guard keeps,
+    those from before a collapse, and those that wait for eval_command."""
     if args.save_strategy == "no":
         return 1
-    protected = 0 if args.guard == "skip" else 1 + (args.save_strategy == "steps" and args.save_steps < collapse_steps)
+    guarded = 0
+    if args.guard != "skip":
+        guarded = 3 if args.save_strategy == "steps" and args.save_steps < COLLAPSE_STEPS else 1
     awaited = MAX_AWAITED if args.eval_command else 0
-    return (args.save_total_limit or 1) + 1 + protected + awaited
+    return (args.save_total_limit or 1) + 1 + guarded + awaited
 
 
 def check_disk(run: str | Path, size: int, most: int) -> None:

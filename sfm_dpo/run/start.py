@@ -43,22 +43,16 @@ class Origin:
     config: dict[str, Any] = field(default_factory=dict)  # resolved_config.yaml of the run that wrote it
     data: dict[str, Any] = field(default_factory=dict)  # data.json of that run
 
-    def check(self, facts: dict[str, Any], ignore: bool) -> None:
-        """Raises UserError if the run that wrote the checkpoint differs from this one in one of the `facts`;
-        `ignore` (ignore_resume_mismatch) has no effect where the optimizer cannot be loaded."""
+    def check(self, facts: dict[str, Any]) -> None:
+        """Raises UserError if the run that wrote the checkpoint differs from this one in one of the `facts`."""
         if self.checkpoint is None:
             return
-        is_zero = str(self.known.get("launch")).startswith("ZeRO")  # DeepSpeed cannot redistribute it
         for name, now in facts.items():
             was = self.known.get(name)
-            may_ignore = name != "launch" and not (name == "world_size" and is_zero)
-            if was == now or (ignore and may_ignore):
-                continue
-            difference = _DIFFERENCES[name].format(was=was, now=now)
-            difference = difference.replace("whole weights", "DDP or one process")
-            override = ", or set ignore_resume_mismatch: true" if may_ignore else ""
-            remedy = f"restore that setting, or use another output_dir{override}"
-            raise UserError(f"{self.checkpoint}: {difference}; {remedy}")
+            if was != now:
+                difference = _DIFFERENCES[name].format(was=was, now=now).replace("whole weights", "DDP or one process")
+                remedy = "restore that setting, or use another output_dir"
+                raise UserError(f"{self.checkpoint}: {difference}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,7 @@ def read_start(config: "Config", processes: int, damaged: Mapping[Path, str]) ->
     if not start.trains:
         return start
     origin = find_origin(args, damaged)
-    origin.check({"world_size": processes}, args.ignore_resume_mismatch)
+    origin.check({"world_size": processes})
     return replace(start, origin=origin)
 
 

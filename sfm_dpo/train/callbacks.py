@@ -2,8 +2,6 @@
 
 import json
 import logging
-import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -60,39 +58,9 @@ class Progress(TrainerCallback):
 
 
 class StopCallback(TrainerCallback):
-    """Ends the run after the step at which rank 0 sees the stop file: all ranks save and exit together. Warns once if
-    that takes longer than a batch job has between --signal and its end."""
+    """Ends the run after the step at which rank 0 sees the stop file: all ranks save and exit together."""
 
-    def __init__(self) -> None:
-        self.stopped = False
-        self.grace = float(os.environ.get("SFM_GRACE_SECONDS") or math.inf)  # scripts/common.sh
-        self.seconds: dict[str, float] = {}  # of the last step, evaluation and save
-
-    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
-        self.since = time.monotonic()
-        self.evaluating = 0.0  # seconds, over all held-out sets
-
-    on_train_begin = on_step_begin
-
-    def take_time(self) -> float:
-        """Seconds since the last call, or the begin of the step."""
-        before = self.since
-        self.since = time.monotonic()
-        return self.since - before
-
-    def on_evaluate(self, *_: Any, **kwargs: Any) -> None:
-        self.evaluating += self.take_time()
-        self.seconds["evaluation"] = self.evaluating
-
-    def on_save(self, *_: Any, **kwargs: Any) -> None:
-        self.seconds["save"] = self.take_time()
-        total = sum(self.seconds.values())
-        if total > self.grace:
-            parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in self.seconds.items())
-            remedy = f"submit with --signal=B:USR1@{2 * total:.0f}, unless you gave a longer one"
-            what = f"a stop at the time limit may not be saved: {parts}, but --signal is {self.grace:g} s"
-            log.warning(f"{what}; {remedy}")
-            self.grace = math.inf
+    stopped = False
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         # A run that is killed and resumed from a checkpoint then logs the same values as an undisturbed run
@@ -100,7 +68,6 @@ class StopCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self.on_epoch_end(args, state, control)
-        self.seconds["step"] = self.take_time()
         # Rank 0 decides: a rank that checked a moment earlier could continue alone and hang
         asked = torch.full((), stop_requested(args.output_dir), device=args.device)
         if broadcast(asked).item() and state.global_step < state.max_steps:

@@ -1,6 +1,7 @@
 """Checkpoints of the trainer: complete or not counted, readable by from_pretrained, and resumed exactly."""
 
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import ORDER_VERSION
 from sfm_dpo.model.layers import checkpoint_layers
 from sfm_dpo.model.loading import identify_model, load_model
-from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, rotate
+from sfm_dpo.run.checkpoint import COLLAPSE_STEPS, COMPLETE, mark_complete, rotate
 from sfm_dpo.train.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -101,22 +102,20 @@ class CheckpointCallback(TrainerCallback):
     def __init__(self, trainer: CompleteCheckpoints):
         self.trainer = trainer
 
-    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-        self.since = time.monotonic()
-
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer.accelerator.wait_for_everyone()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         mark_complete(checkpoint, {"step": state.global_step, **trainer.resume_facts()})
         trainer.progress.saving = None
-        end = time.monotonic()
-        seconds = end - trainer.progress.moved
-        share = seconds / (end - self.since)
-        log.info(f"checkpoint saved in {seconds:.1f} s, {share:.1%} of the time since the one before")
-        self.since = end
+        seconds = time.monotonic() - trainer.progress.moved
+        log.info(f"checkpoint saved in {seconds:.1f} s")
+        if seconds > float(os.environ.get("SFM_GRACE_SECONDS") or "inf"):  # scripts/common.sh
+            remedy = f"submit with --signal=B:USR1@{2 * seconds:.0f}, unless you gave a longer one"
+            log.warning(f"a stop at the time limit may not be saved: a save takes longer than --signal; {remedy}")
         if is_main_process():
-            rotate(args.output_dir, trainer.config.train.save_total_limit)
+            horizon = 0 if args.guard == "skip" else COLLAPSE_STEPS
+            rotate(args.output_dir, trainer.config.train.save_total_limit, horizon)
         trainer.accelerator.wait_for_everyone()
 
 

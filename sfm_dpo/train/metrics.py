@@ -67,10 +67,8 @@ def step_0_tolerance(completion_mask: torch.Tensor, scale: torch.Tensor, beta: f
 
 def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_logps) -> None:
     """Checks that the loss is ln 2 at policy = reference; otherwise training would optimise something else. Raises
-    UserError with the cause, found by computing the micro-batch `inputs` again with `model`. `logps` and `ref_logps`
-    [2B]: with another reference model, two computations by one model (the policy, or the cached reference)."""
+    UserError with the cause, found by computing the micro-batch `inputs` again with `model`."""
     accelerator = trainer.accelerator
-    other = trainer.config.train.ref_model_name_or_path
     scale = loss_scale(inputs["completion_mask"], main_loss(trainer.loss_types))
     margins = reward_metrics(logps, ref_logps, scale, trainer.beta)["rewards/margins"]
     tolerance = step_0_tolerance(inputs["completion_mask"], scale, trainer.beta, trainer.noise)
@@ -87,35 +85,22 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_log
         return
     once = torch.cat(trainer.compute_ref_log_probs(model, inputs))
     again = torch.cat(trainer.compute_ref_log_probs(model, inputs))
-    if differ(once, again):
-        cause = f"two forwards of this batch differ; if the model has dropout, {switch_off_dropout(trainer)}"
-    elif not differ(once, ref_logps):
+    if differ(once, again) or not differ(once, ref_logps):
         cause = (
-            "the training forward differs from an evaluation of the same weights, by dropout or another kernel; "
-            f"{switch_off_dropout(trainer)}, or torch_compile: false"
+            "forwards of the same weights differ, by dropout or another kernel; set disable_dropout: true, the rates "
+            "of dropout to 0.0 in model_init_kwargs, or torch_compile: false"
         )
     elif trainer.reference_facts:
         key = trainer.reference_facts["train"]["key"]
         cause = (
-            f"the reference log-probs in the cache {key} are not those of {other or 'the trained model'}; "
+            f"the reference log-probs in the cache {key} are not those of the trained model; "
             "remove that folder, or set precompute_ref_log_probs: false"
         )
     else:
         cause = "policy and reference are different models; set ref_model_name_or_path if that is intended"
     error = accelerator.gather(margins.abs().mean() / 2).max().item()
     allowed = accelerator.gather(tolerance.mean()).max().item()
-    what = "a second computation moves the loss" if other else "the loss differs from ln 2"
-    raise UserError(f"step 0: {what} by {error:.3g}; rounding explains {allowed:.3g}: {cause}")
-
-
-def switch_off_dropout(trainer) -> str:
-    """The remedy for dropout. TRL's disable_dropout finds modules alone; OPT and others read rates of their own."""
-    if not trainer.config.train.disable_dropout:
-        return "set disable_dropout: true"
-    config = trainer.bare_model().config.get_text_config().to_dict()
-    names = [name for name, rate in config.items() if "drop" in name and "classifier" not in name and rate]
-    rates = ", ".join(f"{name}: 0.0" for name in names or ["dropout"])
-    return f"set model_init_kwargs: {{{rates}}}"
+    raise UserError(f"step 0: the loss differs from ln 2 by {error:.3g}; rounding explains {allowed:.3g}: {cause}")
 
 
 class MetricSums:
@@ -241,7 +226,6 @@ class Meter(TrainerCallback):
             "perf/peak_memory_gib": peak_memory_gib(),
         }
         if torch.cuda.is_available():
-            metrics["perf/reserved_memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
             torch.cuda.reset_peak_memory_stats()
             if peak := peak_flops(torch.cuda.get_device_name()):
                 metrics["perf/mfu"] = totals["flops"] / seconds / (peak * world_size)

@@ -37,7 +37,6 @@ from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import State, write_status
 from sfm_dpo.run.lock import Lease, describe_owner, read_owner
 from sfm_dpo.train.frozen_model import frozen_model
-from sfm_dpo.train.metrics import check_step_0
 
 BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # per batch, including padding; the same for all jobs of a cache
 COMPILATION = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
@@ -71,20 +70,11 @@ def add_reference(trainer: Any) -> None:
             logps = cached_logps(name, cache, functools.partial(reference.score, dataset), report)
             shards += len(cache.shards)
             trainer.reference_facts[name] = {"key": cache.folder.name} | {part: str(key[part]) for part in key}
-            if name == "train" and trainer.config.train.ref_model_name_or_path:  # absent at step 0
-                check_again(trainer, reference.model, dataset, cache.batches(cache.shards[0])[0], logps)
             columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
             splits[name] = concatenate_datasets([dataset, columns], axis=1)
     trainer.train_dataset = splits.pop("train", None)
     if splits:
         trainer.eval_dataset = splits
-
-
-def check_again(trainer: Any, model: Any, dataset: Dataset, rows: np.ndarray, logps: np.ndarray) -> None:
-    """Raises UserError if the model does not compute the cached `logps` [N, 2] of these rows again."""
-    batch = trainer.load_batch(dataset, rows)
-    again = torch.cat(trainer.compute_ref_log_probs(model, batch))
-    check_step_0(trainer, model, batch, again, torch.from_numpy(logps[rows].T.ravel()).to(again))
 
 
 def describe_key(trainer: Any, model: Any) -> dict[str, Any]:
@@ -137,8 +127,7 @@ def make_cache_folder(folder: Path) -> None:
 
 def report_progress(trainer: Any, name: str, cache: "ReferenceCache", earlier_shards: int) -> Report:
     """A function that logs the reference pass of a split, and raises StopRequested if the run is asked to stop."""
-    begin = time.monotonic()
-    reported = begin
+    reported = time.monotonic()
     output_dir = trainer.args.output_dir
 
     def report(done: int, total: int, owner: str) -> None:
@@ -147,8 +136,7 @@ def report_progress(trainer: Any, name: str, cache: "ReferenceCache", earlier_sh
         now = time.monotonic()
         if now - reported > REPORT_SECONDS:
             reported = now
-            rate = done / (now - begin)
-            message = f"reference, {name}: {done / total:.0%} of {total:,} tokens, {rate:,.0f} tokens/s"
+            message = f"reference, {name}: {done / total:.0%} of {total:,} tokens"
             if owner:
                 message += f", waiting for {owner}"
             log.info(message)
@@ -215,14 +203,8 @@ class ReferenceCache:
         writes. `report` is called with the tokens done and to do, and the owner that this job waits for; it may
         raise."""
         total = self.count_tokens(missing)
-
-        def look() -> tuple[int, str]:
-            absent = [number for number in missing if not self.path(number).exists()]
-            return total - self.count_tokens(absent), describe_owner(read_owner(self.lease.path))
-
         while not broadcast(is_main_process() and self.lease.take()):
-            done, owner = broadcast(look() if is_main_process() else (0, ""))
-            report(done, total, owner)
+            report(0, total, describe_owner(read_owner(self.lease.path)) if is_main_process() else "")
             time.sleep(POLL_SECONDS)
         try:
             # The last owner of the lease may have computed some of them

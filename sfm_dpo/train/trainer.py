@@ -83,7 +83,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         self.train_sums = MetricSums()  # since the last log
         self.num_tokens = 0
         self.is_resumed = False
-        self.step_0_checked = False
+        self.step_0_checked = bool(args.ref_model_name_or_path)  # with another reference the loss is not ln 2
         self.reference_facts: dict[str, Any] = {}  # by split: the cache that `add_reference` read or computed
         self.train_tokens = hash_tokens(kwargs["train_dataset"])
         if self.packed and not args.use_cpu:
@@ -207,15 +207,11 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
 
     def _compute_loss(self, model, inputs: dict[str, torch.Tensor], return_outputs: bool):
         """TRL's loss with the reference's log-probs in the batch; its metrics are recorded on its own scale."""
-        is_step_0 = self.model.training and not self.step_0_checked and not self.state.global_step
         if not self.config.train.precompute_ref_log_probs:  # else they are columns of the data
             chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             inputs = inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
         self._weigh_sft(inputs["completion_mask"])
         ref_logps = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
-        expected = ref_logps
-        if is_step_0 and self.config.train.ref_model_name_or_path:  # the policy must repeat its own sums
-            expected = torch.cat(self.compute_ref_log_probs(model, inputs))
         forwards = []
 
         def forward(**kwargs):
@@ -225,9 +221,9 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         result = super()._compute_loss(forward, inputs, return_outputs)
         self.progress.advance()  # the following calls wait for the other ranks
         logps = forwards[0].log_probs.detach().sum(dim=1)  # [2B], zero outside of the responses
-        if is_step_0:
+        if self.model.training and not self.step_0_checked and not self.state.global_step:
             self.step_0_checked = True
-            check_step_0(self, model, inputs, logps, expected)
+            check_step_0(self, model, inputs, logps, ref_logps)
         loss = result[0] if return_outputs else result
         self._record(loss, inputs["completion_mask"], logps, ref_logps, forwards[0])
         return result

@@ -12,7 +12,7 @@ from sfm_dpo.run.checkpoint import KEEP, MAX_AWAITED, STOP, checkpoints
 from sfm_dpo.run.files import HEALTH, SAMPLES, STATUS, TRAINER_STATE, read_file
 from sfm_dpo.run.folder import LOG
 from sfm_dpo.train import reference_cache
-from tests.toolbox import as_options, logged, without_times
+from tests.toolbox import as_options, without_times
 
 COLLAPSES = {"learning_rate": 0.05, "save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "eval_fraction": 0.1}
 COLLAPSES |= {"guard_generations": 3, "guard": "warn"}
@@ -97,6 +97,5 @@ def test_a_run_that_ends_after_every_step_and_is_resumed_is_the_undisturbed_run(
     if fields is COLLAPSES:
         health = expected["end"]["health"]
         assert (health["verdict"], health["last_healthy"]) == ("collapsed", str(run / "checkpoint-1"))
-        assert [entry["step"] for entry in logged(run, "guard/empty_answers")] == [1, 3, 6]
     if "eval_command" in fields:
         assert len(expected["end"]["checkpoints"]) == 2 + MAX_AWAITED

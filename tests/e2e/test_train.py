@@ -38,7 +38,7 @@ def test_as_a_command_with_a_recipe_spaces_and_secrets(place, tiny_folder, write
     data = write_rows("two words ü/pairs.jsonl", prompt_rows())
     run = tmp_path / "my run"
     recipe = SMALL | {"model_name_or_path": str(base), "dataset_name": str(data), "output_dir": str(run)}
-    recipe |= {"use_cpu": True, "global_batch_size": 8, "logging_steps": 1, "hub_token": "hf_canary_recipe"}
+    recipe |= {"use_cpu": True, "global_batch_size": 8, "logging_steps": 1}
     (tmp_path / "my recipe.yaml").write_text(yaml.safe_dump(recipe))
     unset = dict.fromkeys([*FIELDS, "model_name_or_path", "dataset_name"])
     given = unset | {"config": tmp_path / "my recipe.yaml", "per_device_train_batch_size": 4, "output_dir": run}

@@ -8,7 +8,6 @@ import sys
 import sysconfig
 
 import pytest
-import torch
 
 from sfm_dpo.common.errors import NODE_CHECK_FAILED
 from sfm_dpo.health import node_check
@@ -57,7 +56,7 @@ def test_a_node_with_a_folder_of_its_own(tmp_path):
     ("came", "expected"),
     [
         (0, "unhealthy n2: no process has reached the first node\nerror: submit again with --exclude=n2, or"),
-        (1, "unhealthy n2: rank 1 could not reach the other ranks: .*\nerror: correct this and submit again, or"),
+        (1, "unhealthy n2: rank 1 could not finish the check: .*\nerror: correct this and submit again, or"),
     ],
 )
 def test_a_node_that_never_comes_is_the_one_to_exclude(tmp_path, came, expected):
@@ -76,29 +75,18 @@ def test_a_rank_whose_all_reduce_fails_says_why_itself(tmp_path):
     broken = "h.REDUCE_SECONDS = 3\ndef check_all_reduce(folders, store):\n    raise RuntimeError('no such NIC')\n"
     codes, output = check(tmp_path, 2, change=f"{broken}if h.RANK: h.check_all_reduce = check_all_reduce")
     assert codes == [NODE_CHECK_FAILED] * 2, output
-    assert "unhealthy n2: rank 1 could not reach the other ranks: no such NIC" in output
+    assert "unhealthy n2: rank 1 could not finish the check: no such NIC" in output
     assert output.count("correct this and submit again") == 1 and "--exclude" not in output
 
 
 @pytest.mark.slow
-def test_another_version_is_a_warning_and_rates_are_logged(tmp_path):
-    codes, output = check(tmp_path, 2, change="if h.RANK == 1: h.torch.__version__ = '2.12.1'")
-    assert codes == [0, 0], output
-    assert f"not the same torch on all nodes: n1: {torch.__version__}; n2: 2.12.1\n" in output
-    assert re.search(r" TFLOPS in a matrix product: \S+ \(n[12] CPU 0\) to \S+\n", output)
-    assert re.search(r" GB/s in an all-reduce between two nodes: (\S+) \(n1 and n2\) to \1\n", output)
-    assert output.count("not the same") == 1
-
-
-@pytest.mark.slow
-def test_ranks_that_cannot_be_measured_do_not_stop_the_job(tmp_path):
-    broken = "h.REDUCE_SECONDS = 3\ndef measure_seconds(action, result):\n    raise MemoryError('no memory')\n"
-    codes, output = check(tmp_path, 3, change=f"{broken}if h.RANK == 2: h.measure_seconds = measure_seconds")
+def test_rates_are_logged(tmp_path):
+    codes, output = check(tmp_path, 3, [{}, {"SLURMD_NODENAME": "n1"}, {}])
     assert codes == [0] * 3, output
-    assert "n3 CPU 0 could not be measured: no memory\n" in output
-    assert "n2 CPU 0 could not be measured: " in output  # its neighbour
-    assert "GB/s in an all-reduce between two nodes: " in output  # n1 and n2
-    assert "node check: 3 node(s), 3 rank(s) are healthy" in output
+    assert re.search(r" TFLOPS in a matrix product: \S+ \(n[13] CPU 0\) to \S+\n", output)
+    assert re.search(r" GB/s in an all-reduce inside a node: \S+ \(n1 CPU 0\) to \S+\n", output)
+    assert re.search(r" GB/s in an all-reduce between nodes: \S+ \(n[13] CPU 0\) to \S+\n", output)
+    assert "node check: 2 node(s), 3 rank(s) are healthy" in output
 
 
 def test_a_cold_start_on_a_shared_disk_is_waited_for():
@@ -107,19 +95,11 @@ def test_a_cold_start_on_a_shared_disk_is_waited_for():
     assert int(limit[1]) > node_check.JOIN_SECONDS + node_check.REDUCE_SECONDS + 120
 
 
-def test_a_healthy_process_without_a_launcher_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # so that what the check sets is undone
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HOME", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("NCCL_NET", "AWS Libfabric")
-    assert node_check.main(["--output_dir", str(tmp_path / "run")]) == 0
-    network, speed, verdict = capsys.readouterr().out.splitlines()
-    assert re.search(r": (no NCCL|NCCL 2\.\d+\.\d+), .*, NCCL_NET=AWS Libfabric", network)
-    assert re.search(r" TFLOPS in a matrix product: [\d.e-]+ \(.* CPU 0\) to ", speed)
-    assert verdict.endswith(" node check: 1 node(s), 1 rank(s) are healthy")
-    assert not [p for folder in ("run", "huggingface") for p in (tmp_path / folder).iterdir()]
+@pytest.mark.slow
+def test_a_healthy_node_leaves_nothing_behind(tmp_path):
+    codes, output = check(tmp_path, 1)
+    assert codes == [0] and "node check: 1 node(s), 1 rank(s) are healthy" in output, output
+    assert not [path for folder in ("run", "hf") for path in (tmp_path / folder).iterdir()]
 
 
 def test_a_device_that_computes_garbage(monkeypatch):
@@ -142,11 +122,11 @@ def test_triton_needs_a_c_compiler_and_python_h(monkeypatch, tmp_path):
 
 
 def test_rates_that_are_low_on_every_node(capsys):
-    rates = {(PRODUCT, "n1 GPU 0"): 400.0, (PRODUCT, "n1 GPU 1"): 700.0, (INSIDE, "n1"): 20.0}
+    rates = {(PRODUCT, "n1 GPU 0"): 400.0, (PRODUCT, "n1 GPU 1"): 700.0, (INSIDE, "n1 GPU 1"): 20.0}
     log_rates(rates, lowest_rates("NVIDIA H100 PCIe"))  # it has no NVLink
     assert not capsys.readouterr().err
-    log_rates(rates | {(BETWEEN, "n1 and n2"): 1.2}, lowest_rates("NVIDIA H100 80GB HBM3"))
+    log_rates(rates | {(BETWEEN, "n1 GPU 0"): 1.2}, lowest_rates("NVIDIA H100 80GB HBM3"))
     product, inside, between = capsys.readouterr().err.splitlines()
     assert f"{PRODUCT}: 400 (n1 GPU 0) is low, below 494; usually the GPU is throttled" in product
-    assert f"{INSIDE}: 20 (n1) is low, below 180; usually the GPUs communicate over PCIe" in inside
-    assert f"{BETWEEN}: 1.2 (n1 and n2) is low, below 10; usually NCCL uses TCP" in between
+    assert f"{INSIDE}: 20 (n1 GPU 1) is low, below 180; usually the GPUs communicate over PCIe" in inside
+    assert f"{BETWEEN}: 1.2 (n1 GPU 0) is low, below 10; usually NCCL uses TCP" in between

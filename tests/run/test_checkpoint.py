@@ -15,6 +15,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.model.sharding import checkpoint_bytes
 from sfm_dpo.run.checkpoint import (
+    COLLAPSE_STEPS,
     COMPLETE,
     KEEP,
     STOP,
@@ -25,13 +26,14 @@ from sfm_dpo.run.checkpoint import (
     newest_checkpoint,
     peak_checkpoint_count,
     rotate,
+    step_of,
     stop_requested,
     why_damaged,
     why_incomplete,
 )
 from tests.tiny_models import tiny_model
 
-FACTS = {"step": 1, "world_size": 2, "train_tokens": "abc"}
+FACTS = {"step": 1, "world_size": 1, "train_tokens": "abc"}
 
 
 def write_checkpoint(run: Path, step: int, complete: bool = True) -> Path:
@@ -54,7 +56,7 @@ def test_a_marked_checkpoint_is_complete(tmp_path):
     assert why_incomplete(folder) is None
     mark = json.loads((folder / COMPLETE).read_text())
     assert set(mark["files"]) == {"model.safetensors", "trainer_state.json", "global_step3/zero_pp_rank_0.pt"}
-    assert (mark["step"], mark["world_size"]) == (3, 2)
+    assert (mark["step"], mark["world_size"]) == (3, 1)
     (folder / KEEP).touch()  # put there later, by a person or the guard
     assert why_incomplete(folder) is None
 
@@ -176,13 +178,28 @@ def test_size_of_a_checkpoint_is_that_of_weights_and_optimizer():
 
 def test_checkpoints_at_one_time():
     args = TrainConfig(output_dir="x", save_strategy="steps", save_steps=20, save_total_limit=2, use_cpu=True)
-    assert peak_checkpoint_count(args, collapse_steps=20) == 2 + 1 + 1
+    assert peak_checkpoint_count(args) == 2 + 1 + 1
     args.save_steps = 19
-    assert peak_checkpoint_count(args, collapse_steps=20) == 2 + 1 + 2
+    assert peak_checkpoint_count(args) == 2 + 1 + 3
     args.guard = "skip"
-    assert peak_checkpoint_count(args, collapse_steps=20) == 2 + 1
+    assert peak_checkpoint_count(args) == 2 + 1
     args.eval_command = "true {checkpoint} {out}"
-    assert peak_checkpoint_count(args, collapse_steps=20) == 2 + 1 + 3
+    assert peak_checkpoint_count(args) == 2 + 1 + 3
+
+
+@pytest.mark.parametrize("every", [1, 2, 5, 7, 15, 25])
+def test_a_checkpoint_from_before_a_collapse_survives_rotation(tmp_path, every):
+    """At whatever step a collapse is detected, there is a checkpoint from before it began."""
+    write_checkpoint(tmp_path, 1)
+    (tmp_path / "checkpoint-1" / KEEP).touch()  # a user's
+    for step in range(every + 1, 121, every):
+        write_checkpoint(tmp_path, step)
+        rotate(tmp_path, 2, COLLAPSE_STEPS)
+        on_disk = [step_of(checkpoint) for checkpoint in checkpoints(tmp_path)]
+        assert on_disk[0] == 1 and step in on_disk and len(on_disk) <= 1 + 4
+        if step > COLLAPSE_STEPS + every:
+            old = [number for number in on_disk[1:] if number <= step - COLLAPSE_STEPS]
+            assert max(old) >= step - 2 * COLLAPSE_STEPS - every
 
 
 @pytest.mark.parametrize(

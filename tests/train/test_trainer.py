@@ -10,7 +10,7 @@ from datasets import Dataset
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Llama4ForCausalLM, Llama4TextConfig, OPTConfig, OPTForCausalLM
+from transformers import AutoModelForCausalLM, Llama4ForCausalLM, Llama4TextConfig
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from sfm_dpo.common.errors import UserError
@@ -209,16 +209,6 @@ def test_step_0_names_dropout(tiny_folder, tmp_path):
     model = save(tiny_model("gpt_neox", hidden_dropout=0.3), tmp_path / "model")
     with pytest.raises(UserError, match=r"step 0: .*dropout"):
         make_trainer(model, tmp_path / "a", "--disable_dropout", "false").train()
-
-
-def test_step_0_names_the_rates_that_disable_dropout_misses(tmp_path):
-    config = OPTConfig(**TINY, word_embed_proj_dim=64, ffn_dim=96, dropout=0.1)
-    model = save(OPTForCausalLM(config), tmp_path / "model")
-    with pytest.raises(
-        UserError, match=r"step 0: .*; if the model has dropout, set model_init_kwargs: {dropout: 0.0}"
-    ):
-        make_trainer(model, tmp_path / "a").train()
-    make_trainer(model, tmp_path / "a", '--model_init_kwargs={"dropout": 0.0}').train()
 
 
 def test_a_model_without_a_backbone_is_refused(tmp_path):
