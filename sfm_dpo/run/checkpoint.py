@@ -110,9 +110,8 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 def rotate(run: str | Path, limit: int | None, horizon: int = 0) -> None:
     """Deletes incomplete checkpoints before the newest complete one, and the oldest complete ones beyond `limit`,
-    except those that have KEEP, are being pushed, or are among the newest MAX_AWAITED that wait for eval_command. Also
-    kept: the newest that is `horizon` steps old, because the guard finds a collapse so late, and the one to replace it.
-    """
+    except those that have KEEP, are being pushed, or are among the newest MAX_AWAITED that wait for eval_command. The
+    newest that is `horizon` steps old, as late as the guard finds a collapse, is also kept, and the one after it."""
     newest = step_of(newest_checkpoint(run))
     free = [c for c in checkpoints(run) if step_of(c) <= newest and not (c / KEEP).exists() and not is_pushed(c)]
     complete = [c for c in free if why_incomplete(c) is None]
