@@ -207,8 +207,7 @@ def check(config: Config, trainer: SFMDPOTrainer, origin: Origin) -> None:
         log.info(f"padding-free, attention by {trainer.attention_kernel()}")
     sampler = trainer.train_sampler
     largest = sampler.layout.count(sampler.largest_micro_batch(sampler.micro_batch))
-    where = " and runs first" if sampler.epochs == 1 else f"; that of the first of {sampler.epochs} epochs runs first"
-    log.info(f"the largest micro-batch has {largest:,} tokens{where}")
+    log.info(f"the largest micro-batch has {largest:,} tokens")
     if is_main_process():
         data = Path(args.output_dir) / DATA
         write_json(data, read_file(data) | trainer.describe_data())

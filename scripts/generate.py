@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from sfm_dpo.common.cli import Arguments, command, number, reads_runs
 from sfm_dpo.common.errors import UserError, user_input
-from sfm_dpo.health.generation import continue_prompts
+from sfm_dpo.health.guard import continue_prompts
 from sfm_dpo.model.loading import load_model
 from sfm_dpo.run.saved_model import find_model, find_run
 

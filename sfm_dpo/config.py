@@ -404,7 +404,7 @@ def read_mixture(node: yaml.Node, recipe: str) -> list[DatasetConfig]:
 
 
 def has_wandb_login() -> bool:
-    """Whether `wandb login` has stored a key in ~/.netrc, for a server of W&B or of your own."""
+    """Whether `wandb login` has stored a key in ~/.netrc. wandb.login would fix the run's id, which is set later."""
     try:
         hosts = netrc.netrc(os.environ.get("NETRC")).hosts
     except (OSError, netrc.NetrcParseError):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-SWITCHED_OFF = {
+SWITCHED_OFF: dict[str, Any] = {
     **dict.fromkeys("resume_from_checkpoint profile_steps eval_command eval_datasets eval_steps".split(), ""),
     "report_to": "none",
     "push_to_hub": False,
@@ -16,22 +16,10 @@ SWITCHED_OFF = {
 ONE_PAIR = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
 # The last two would set the first
 UNCOMPILED = {"torch_compile": False, "torch_compile_backend": "", "torch_compile_mode": ""}
-# Fields about the recipe's own rows
-WITH_OTHER_DATA = {
-    **dict.fromkeys("datasets dataset_config max_samples filter_script".split(), ""),
-    "dataset_train_split": "train",
-    "drop_duplicates": "no",
-}
 
 
-def short_run(argv: list[str], dataset: Any = None, **fields: Any) -> list[str]:
-    """`argv`, options of train_dpo.py, followed by options that switch off what a short run does without.
-
-    `dataset` replaces the recipe's data and switches off their filters. `fields`: further options; None keeps the
-    recipe's value.
-    """
-    values: dict[str, Any] = dict(SWITCHED_OFF)
-    if dataset:
-        values |= WITH_OTHER_DATA | {"dataset_name": dataset}
-    values |= fields
+def short_run(argv: list[str], **fields: Any) -> list[str]:
+    """`argv`, options of train_dpo.py, followed by options that switch off what a short run does without, and by
+    `fields`, further options; None keeps the recipe's value."""
+    values: dict[str, Any] = SWITCHED_OFF | fields
     return [*argv, *(f"--{name}={value}" for name, value in values.items() if value is not None)]

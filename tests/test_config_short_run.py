@@ -58,15 +58,11 @@ def assert_short(config: Config) -> None:
     assert train.eval_command is None and train.profile_steps is None and train.deepspeed is None
 
 
-def test_the_data_and_their_filters_are_the_recipes_unless_they_are_replaced(argv):
+def test_the_data_and_their_filters_are_the_recipes(argv):
     assert parse_config(short_run(argv, eval_fraction=None), training=False).train.eval_fraction == 0.1  # as plan.py
     kept = parse_config(short_run(argv))
     assert_short(kept)
     assert len(kept.data.datasets) == 2 and kept.train.filter_script == "keep.py" and kept.train.max_samples == 1000
-    other = parse_config(short_run(argv, dataset="other.jsonl"))
-    assert_short(other)
-    assert other.data.datasets == [] and other.train.dataset_name == "other.jsonl" and other.train.max_samples is None
-    assert other.train.filter_script is None and other.train.drop_duplicates == "no"
 
 
 def test_preflight(argv, monkeypatch):

@@ -4,7 +4,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
@@ -12,7 +13,6 @@ from sfm_dpo.common.errors import GuardStopped
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config_checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.data.lengths import count_trained
-from sfm_dpo.health.generation import continue_prompts
 from sfm_dpo.health.guard_rules import SIGMOID_LOSSES, Finding, Log, RunFacts, judge_log
 from sfm_dpo.run.checkpoint import keep_before
 from sfm_dpo.run.files import HEALTH, SAMPLES
@@ -92,9 +92,6 @@ class Guard(TrainerCallback, ExportableState):
                 self.stopped = self.stopped or finding
         log.info(f"guard: {level}: {finding.describe()}; {finding.remedy}")
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self._write_health(args)
-
     def raise_if_stopped(self) -> None:
         if self.stopped:
             raise GuardStopped(
@@ -137,3 +134,16 @@ def add_guard(trainer: Any) -> Guard | None:
     guard = Guard(trainer, prompts)
     trainer.add_callback(guard)
     return guard
+
+
+def continue_prompts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], limit: int
+) -> list[str]:
+    """Greedy answers of up to `limit` tokens to prompts of token ids, in one batch. `model` must be in eval mode."""
+    batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
+    with torch.inference_mode():
+        rows = model.generate(**batch, max_new_tokens=limit, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    eos = tokenizer.eos_token_id
+    answers = rows[:, batch["input_ids"].shape[1] :].tolist()
+    answers = [ids[: ids.index(eos)] if eos in ids else ids for ids in answers]
+    return [text.strip() for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]

@@ -11,7 +11,7 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets
 
 from sfm_dpo.config import Config
-from sfm_dpo.data.answers import compare_sides, find_faults
+from sfm_dpo.data.answers import compare_sides
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import DROP_REASONS, describe_ignored
 from sfm_dpo.data.preferences import load_pairs
@@ -50,7 +50,6 @@ def analyze_dataset(
         "dropped": dict(pairs.dropped),
         "pairs": len(tokens),
         "control_tokens": int(np.sum(tokens["control_tokens"][:])),
-        "faults": find_faults(texts, args.dataset_num_proc),
     }
     lengths = Lengths.of(tokens)
     sources = np.array(tokens["source"][:], dtype=object)
@@ -108,8 +107,4 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> l
     for reason, count in result["dropped"].items():
         text = f"of {result['rows']:,} rows dropped: {DROP_REASONS[reason]}: --dropped FILE lists them"
         add("note", count, text)
-    for fault in result["faults"]:
-        sides = f"{fault['chosen']:,} chosen, {fault['rejected']:,} rejected"
-        first = f"first in row {fault['row']} of {fault['source']}"
-        add("note", fault["pairs"], f"pairs ({sides}): {fault['text']}, {first}: filter_script removes them")
     return findings

@@ -24,7 +24,7 @@ from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.report.plots import PANELS, draw_curves
 from sfm_dpo.run.files import REPORT
 from sfm_dpo.run.folder import State
-from sfm_dpo.run.reader import LEARNED, judge_learning, list_held_out, read_run, to_float
+from sfm_dpo.run.reader import LEARNED, describe_calibration, judge_learning, list_held_out, read_run, to_float
 
 FIGURES = "figures"
 STATES = {  # CSS class and sentence in the page
@@ -71,7 +71,7 @@ def write_report(run: Path) -> Path:
         state=state,
         state_class="open" if is_doubtful else STATES[state][0],
         sentences=list_sentences(facts),
-        calibration=list_calibration(facts["data"].get("calibration") or {}),
+        calibration=describe_calibration(facts["data"].get("calibration") or {}),
         curves=draw_curves(facts, run / FIGURES),
         machine_titles=[title for name, (title, *_) in PANELS.items() if name.startswith("perf_")],
         changed=changed_fields(facts["config"]),
@@ -118,18 +118,6 @@ def list_sentences(facts: dict[str, Any]) -> list[str]:
     if job := facts["status"].get("task") or facts["status"].get("job"):
         lines.append(f"Slurm job {job}, log in {facts['status'].get('log') or 'logs'}.")
     return lines + [sentence for _, sentence in judge_learning(facts)]
-
-
-def list_calibration(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What calibration has measured (train/calibration.py), by its name."""
-    sizes = [f"{found[name] / 2**30:.2f}" for name in ("planned_bytes", "measured_bytes") if found.get(name)]
-    rows = [("noise of a log-prob", f"{found['noise']:.2g} nats")] if found.get("noise") else []
-    rows += [(f"{path}, difference over noise", f"{ratio:.2g}") for path, ratio in found.get("ratios", {}).items()]
-    rows += [("memory planned, measured", f"{' and '.join(sizes)} GiB")] if sizes else []
-    rows += [(f"micro-batch by {kernel}", f"{ms:.0f} ms") for kernel, ms in found.get("milliseconds", {}).items()]
-    rows += [("tokens/s a device", f"{found['tokens_per_second']:,.0f}")] if found.get("tokens_per_second") else []
-    rows += [("MFU", f"{found['mfu']:.1%}")] if found.get("mfu") else []
-    return rows + ([("seconds of calibration", f"{found['seconds']:.0f}")] if rows else [])
 
 
 def last_user_turn(prompt: str) -> str:

@@ -35,11 +35,8 @@ PANELS = {
     "grad_norm": ("Gradient norm", {"grad_norm": "training"}, "L2 norm, before clipping"),
     "learning_rate": ("Learning rate", {"learning_rate": "training"}, ""),
     "perf_pairs_per_second": ("Pairs per second", {"perf/pairs_per_second": "training"}, "all ranks"),
-    "perf_tokens_per_second": ("Tokens per second", {"perf/tokens_per_second": "training"}, "all ranks"),
     "perf_mfu": ("MFU", {"perf/mfu": "training"}, "share of the GPU's peak FLOPs"),
     "perf_peak_memory_gib": ("Peak memory", {"perf/peak_memory_gib": "training"}, "GiB"),
-    "perf_shared_fraction": ("Shared prompts", {"perf/shared_fraction": "training"}, "share of tokens not computed"),
-    "perf_padding_fraction": ("Padding", {"perf/padding_fraction": "training"}, "share of tokens"),
 }
 STYLE = rc_params_from_file(Path(__file__).with_name("templates") / "plots.mplstyle", use_default_template=False)
 

@@ -14,7 +14,7 @@ from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
 from sfm_dpo.common.statistics import mean_interval, wilson
-from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, why_incomplete
+from sfm_dpo.run.checkpoint import checkpoints, why_incomplete
 from sfm_dpo.run.files import (
     DATA,
     ENVIRONMENT,
@@ -129,6 +129,24 @@ def _give_verdict(what: str, value: float, low: float, high: float) -> tuple[str
     return verdict, f"{verdict.capitalize()}: {what} {figures}{advice}."
 
 
+def describe_calibration(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a start has measured (Calibration in train/calibration.py, as in data.json), by name, as text."""
+    if not found.get("noise"):
+        return []
+    rows = [("noise of a log-prob", f"{found['noise']:.2g} nats")]
+    rows += [(f"{path} differs by", f"{ratio:.2g} times that") for path, ratio in found["ratios"].items()]
+    if found["measured_bytes"]:
+        sizes = [f"{found[name] / 2**30:.2f}" for name in ("measured_bytes", "planned_bytes")]
+        rows.append(("memory measured and planned", f"{' and '.join(sizes)} GiB"))
+    rows += [(f"micro-batch by {kernel}", f"{ms:.0f} ms") for kernel, ms in found["milliseconds"].items()]
+    if found["hours"] is not None:
+        rate = f"{found['tokens_per_second']:,.0f} tokens/s a device in a micro-batch, without communication"
+        rate += f", {found['mfu']:.1%} MFU" if found["mfu"] else ""
+        rows.append(("training", f"about {found['hours']:.2g} h: {rate}"))
+        rows.append(("reference pass", f"{found['reference_hours']:.2g} h"))
+    return [*rows, ("calibration took", f"{found['seconds']:.0f} s")]
+
+
 def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> float | None:
     """Hours from the beginning to the last sign of life of each start, times its GPUs; None without a GPU."""
     starts = environment.get("starts", [])
@@ -232,7 +250,6 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         shown = LOADING if (run / STATUS).exists() else LOCKED
     if slurm == "PENDING" and not runs:
         shown += ", queued"
-    checkpoint = newest_checkpoint(run)
     facts = {"status": status, "log": _read_log(run / LOG)}
     facts |= {"config": read_file(run / RESOLVED_CONFIG), "data": read_file(run / DATA)}
     verdicts = judge_learning(facts)
@@ -252,9 +269,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "verdict": verdicts[0][0] if verdicts else None,
         "health": read_file(run / HEALTH).get("verdict"),
         "seconds_since_update": round(age),
-        "checkpoint": checkpoint and checkpoint.name,
         "evaluation": format_scores(*list(evaluations.items())[-1]) if evaluations else None,
-        "starts": len(environment.get("starts", [])) or None,
         "gpu_hours": count_gpu_hours(environment, status),
         "log": status.get("log"),
     }

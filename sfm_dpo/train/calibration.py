@@ -12,7 +12,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from sfm_dpo.memory.planner import Candidate
 from sfm_dpo.model.attention import activate_flash, usable_kernels
 from sfm_dpo.model.flops import peak_flops
 from sfm_dpo.model.layers import blocks, checkpoint_layers
+from sfm_dpo.run.reader import describe_calibration
 from sfm_dpo.train.fit_memory import MemoryPlan, is_out_of_memory
 from sfm_dpo.train.frozen_model import frozen_model
 from sfm_dpo.train.metrics import peak_memory_gib
@@ -62,18 +63,6 @@ class Calibration:
     tokens_per_second: float | None = None  # of a device
     mfu: float | None = None
     seconds: float = 0.0  # that calibration took
-
-    def __str__(self) -> str:
-        text = f"noise {self.noise:.2g} nats"
-        text += "".join(f", {path} differs by {ratio:.2g} times that" for path, ratio in self.ratios.items())
-        if self.measured_bytes and self.planned_bytes:
-            text += f"; {self.measured_bytes / 2**30:.2f} GiB measured, {self.planned_bytes / 2**30:.2f} planned"
-        if len(self.milliseconds) > 1:
-            text += "; " + ", ".join(f"{kernel} {ms:.0f} ms" for kernel, ms in self.milliseconds.items())
-        if self.hours is not None:
-            text += f"; about {self.hours:.2g} h: {self.tokens_per_second:,.0f} tokens/s a device in a micro-batch, "
-            text += f"without communication; reference pass {self.reference_hours:.2g} h"
-        return f"{text}; took {self.seconds:.0f} s"
 
 
 @dataclass
@@ -139,7 +128,7 @@ def calibrate(trainer: Any, plan: MemoryPlan | None) -> tuple[Calibration, Setti
                 plan.refuse(candidate)
             log.info(f"calibration: planned, because training will shard the weights: {candidate}")
     result = replace(result, seconds=time.monotonic() - begin)
-    log.info(f"calibration: {result}")
+    log.info(f"calibration: {'; '.join(map(' '.join, describe_calibration(asdict(result))))}")
     return result, settings
 
 

@@ -8,19 +8,18 @@ import pytest
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.data.answers import CHECKS, find_faults
 from sfm_dpo.data.preferences import load_keep
 from tests.toolbox import assistant, read_pairs, user
 
 PROSE = "The parser reads one line after the other and keeps what it has read in a list of tokens. " * 3
-FAULTY = [  # (check, answer)
-    ("cut", PROSE + "And then it goes on to the next of the files that were"),
-    ("cut", PROSE + "\n```python\nprint(1)\n"),
-    ("role_tag", "Yes.<|im_end|>\n<|im_start|>user\nAnd now?"),
-    ("role_tag", "Yes.\n\nHuman: and now?"),
-    ("role_tag", " Assistant: yes."),
-    ("bad_think", "<think>\n\n</think>\nYes."),
-    ("bad_think", "<think>Let me see. It is"),
+FAULTY = [
+    PROSE + "And then it goes on to the next of the files that were",
+    PROSE + "\n```python\nprint(1)\n",
+    "Yes.<|im_end|>\n<|im_start|>user\nAnd now?",
+    "Yes.\n\nHuman: and now?",
+    " Assistant: yes.",
+    "<think>\n\n</think>\nYes.",
+    "<think>Let me see. It is",
 ]
 SOUND = [
     PROSE + "Yes.",
@@ -111,29 +110,10 @@ def test_a_script_that_does_not_work_is_an_error(load, tmp_path, script, message
         load([{"prompt": "p", "chosen": "a", "rejected": "b"}], "--filter_script", tmp_path / "keep.py")
 
 
-@pytest.mark.parametrize(("kind", "answer"), [*FAULTY, *((None, answer) for answer in SOUND)])
-def test_each_fault_is_found_and_nothing_else(kind, answer):
-    assert [name for name, (find, _) in CHECKS.items() if find(answer)] == ([kind] if kind else [])
-
-
-def test_faults_are_counted_by_side_with_the_first_pair(load):
-    rows = [{"prompt": "q", "chosen": answer, "rejected": "No."} for _, answer in FAULTY]
-    rows += [{"prompt": "q", "chosen": "Yes.", "rejected": FAULTY[0][1]}]
-    pairs = load(rows).train
-    summary = {row["fault"]: row for row in find_faults(pairs, num_proc=2)}
-    assert set(summary) == {*CHECKS} - {"two_turns"}
-    assert [summary["cut"][key] for key in ("pairs", "chosen", "rejected")] == [3, 2, 1]
-    assert summary["role_tag"]["row"] == 3 and summary["role_tag"]["source"].endswith(".jsonl")
-
-
-def test_two_assistant_turns_in_a_row_are_found_where_they_are_trained(load):
-    def talk(*roles):
-        return [{"role": role, "content": "x"} for role in roles]
-
-    sides = {"chosen": talk("tool", "assistant"), "rejected": talk("assistant", "assistant")}
-    rows = [sides | {"prompt": talk("user")}, sides | {"prompt": talk("assistant", "assistant", "user")}]
-    rows[1]["rejected"] = talk("assistant", "tool", "assistant")
-    rows.append(sides | {"prompt": talk("user", "assistant")})  # where the prompt ends, too
-    pairs = load(rows).train
-    [found] = find_faults(pairs)
-    assert [found[key] for key in ("fault", "chosen", "rejected", "row")] == ["two_turns", 0, 2, 1]
+@pytest.mark.parametrize(("is_kept", "answers"), [(False, FAULTY), (True, SOUND)])
+def test_the_script_against_faults(load, is_kept, answers):
+    rows = [{"prompt": "q", "chosen": "Fine.", "rejected": answer} for answer in answers]
+    rows += [{side: [user("q"), assistant(row[side])] for side in ("chosen", "rejected")} for row in rows]
+    rows.append({"prompt": "q", "chosen": "Yes.", "rejected": "No."})
+    pairs = load(rows, "--filter_script", PROJECT / "data/filters/faults.py")
+    assert len(pairs.train) == (len(rows) if is_kept else 1)

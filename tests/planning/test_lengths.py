@@ -252,7 +252,6 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
     rows += [pair(92, chosen="x" * 600 + "a", rejected="x" * 600 + "b")]
     rows += [pair(93) | {"chosen": [user("another"), assistant("a")]}]
     rows += [pair(95, chosen="a<|im_end|>\n<|im_start|>user\n")]
-    rows += [{side: [*turns[:-1], assistant("Hm."), turns[-1]] for side, turns in pair(96).items()}]
     result = analyze(rows, model=tmp_path / "thinking", min_coverage=0.5, min_tokens_kept=0.2)
     assert result["recommendation"]["max_length"] == 128
     assert result["dropped"] == {"chosen_equals_rejected": 1, "empty_response": 1, "prompts_differ": 1}
@@ -262,10 +261,9 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         "DPO will learn to prefer shorter answers; balance them by filter_script",
         "warning: 1 pairs are exact repeats of earlier ones: set drop_duplicates to pairs",
         "warning: 1 pairs are identical on both sides after truncation and teach nothing: raise max_length",
-        "warning: 45 prompts are not a token prefix",
+        "warning: 44 prompts are not a token prefix",
         "warning: 1 pairs contain special tokens",
-        "note: 1 pairs (1 chosen, 1 rejected): two assistant turns in a row, first in row 48",
-        "note: 1 of 48 rows dropped: chosen and rejected have different prompts: --dropped FILE lists them",
+        "note: 1 of 47 rows dropped: chosen and rejected have different prompts: --dropped FILE lists them",
     ):
         assert sum(words in finding for finding in findings) == 1, (words, findings)
     with pytest.raises(UserError, match=r"no train pair is left of 1 rows \(1 x empty response"):

@@ -76,9 +76,7 @@ def test_a_running_run(tmp_path):
         "verdict": None,
         "health": "healthy",
         "seconds_since_update": facts["seconds_since_update"],
-        "checkpoint": "checkpoint-10",
         "evaluation": None,
-        "starts": 3,
         "gpu_hours": 12.0,
         "log": None,
     }
