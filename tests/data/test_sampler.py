@@ -114,7 +114,7 @@ def test_what_is_written_is_what_was_trained_on(tmp_path, tiny_folder, monkeypat
     assert all(len(rows) == 2 for rows in micro_batches)
     order = json.loads((out / "data.json").read_text())["order"]
     assert order == [sampler.fingerprint(0), sampler.fingerprint(1)]
-    assert "3 pairs do not fill a last batch of 8 and are left out" in capsys.readouterr().out
+    assert "3 pairs of an epoch do not fill a last batch of 8 and are left out" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_report")

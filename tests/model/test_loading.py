@@ -6,8 +6,6 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,6 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.model.loading import load_model, load_model_config, meta_model
 from sfm_dpo.model.sharding import keep_precision
-from sfm_dpo.train.frozen_model import frozen_model
 from tests.tiny_models import tiny_config, tiny_model
 
 
@@ -56,17 +53,6 @@ def test_a_zero_checkpoint_that_could_run_code_is_not_loaded(tmp_path, environme
     with pytest.raises(UnpicklingError) if is_attack else nullcontext():
         engine.load(str(tmp_path / "states.pt"))
     assert not (tmp_path / "ran").exists()
-
-
-def test_only_floating_weights_take_the_dtype_of_deepspeed():
-    model = torch.nn.Linear(4, 4)
-    model.weight = torch.nn.Parameter(torch.full((8, 1), 200, dtype=torch.uint8), requires_grad=False)  # in 4 bits
-    trainer: Any = SimpleNamespace(model=model, ref_model=None, zero_stage=2, is_deepspeed_enabled=True)
-    trainer.config = SimpleNamespace(train=SimpleNamespace(ref_model_name_or_path=None))
-    trainer.args = SimpleNamespace(bf16=True)
-    trainer.accelerator = SimpleNamespace(device="cpu")
-    with frozen_model(trainer, "policy") as frozen:
-        assert frozen.model.weight.dtype == torch.uint8 and frozen.model.bias.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("tied", [False, True])
