@@ -61,8 +61,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
 
 
 def reads_runs(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int | None]:
-    """Decorates the `main` of a command that reads runs: any exception becomes a UserError, because a hand may have
-    changed the files of a run."""
+    """Decorates the `main` of a command that reads runs, whose files may be damaged: any exception is a UserError."""
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int | None:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import platform
+import re
 import secrets
 import subprocess
 import sys
@@ -191,6 +192,7 @@ def environment() -> dict[str, Any]:
 
     return {
         "git_commit": _git("rev-parse", "HEAD"),
+        "git_remote": re.sub(r"//[^/]*@", "//", _git("remote", "get-url", "origin") or ""),  # without a login
         "git_dirty": bool(_git("status", "--porcelain")),
         "command": [mask(arg) for arg in (Path(sys.executable).name, *sys.argv)],
         "python": platform.python_version(),

@@ -246,9 +246,9 @@ def test_secrets_in_the_files_do_not_reach_the_report_that_the_command_writes(
 def test_the_card_repeats_the_launch_and_the_steps(run, launch, processes, command):
     assert read_file(run / "data.json")["launch"] == "whole weights"
     edit(run / "data.json", launch=launch)
-    edit(run / "environment.json", world_size=processes)
+    edit(run / "environment.json", world_size=processes, git_remote="https://github.com/lab/fork")
     edit(run / "resolved_config.yaml", max_steps=1200, eval_command="sbatch --account=us e.sh")
     write_model_card(run)
     card = (run / "README.md").read_text()
     assert f"\n{command} --config recipe.yaml\n" in card and "pairs, 1,200 steps |" in card
-    assert "account" not in card
+    assert "account" not in card and "With [sfm-post-training](https://github.com/lab/fork) at commit" in card

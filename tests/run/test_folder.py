@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -94,6 +95,9 @@ def test_the_verdict_is_written_on_a_full_disk_too(tmp_path, monkeypatch):
 
 def test_every_start_is_kept_with_its_step_and_job_and_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setattr(folder, "PROJECT", tmp_path)
+    for command in ("init --quiet", "remote add origin https://user:canary@github.com/lab/fork"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
     (tmp_path / STATUS).write_text('{"trained": "2026-01-01T00:00:00+00:00"}')
     expected = [("4711", "0", 0), ("4711", "1", 4), ("4711", "2", 6)]
     for _, restart, step in expected:
@@ -104,6 +108,7 @@ def test_every_start_is_kept_with_its_step_and_job_and_machine(tmp_path, monkeyp
     assert all(datetime.fromisoformat(s["time"]) for s in environment["starts"])
     assert [s.get("end") for s in environment["starts"]] == ["2026-01-01T00:00:00+00:00"] * 2 + [None]
     assert environment["slurm"]["SLURM_JOB_ID"] == "4711"
+    assert environment["git_remote"] == "https://github.com/lab/fork"
     assert environment["versions"]["trl"] and environment["versions"]["torch"]
 
 
