@@ -79,7 +79,7 @@ def is_cpu_only() -> bool:
 
 
 def first_gpu() -> str:
-    """CUDA_VISIBLE_DEVICES for a process that uses one GPU: the first of those given. Set it before importing torch."""
+    """CUDA_VISIBLE_DEVICES for a process with one GPU: the first of those given. Set it before importing torch."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
 
 
