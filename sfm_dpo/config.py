@@ -74,7 +74,7 @@ class TrainConfig(DPOConfig):
     padding_free: bool | None = HfArg(default=None, help="Pack sequences instead of padding them.")
     precompute_ref_log_probs: bool = HfArg(default=True, help="Compute reference log-probs once and cache them.")
     prefix_sharing: bool | None = HfArg(default=None, help="Compute a prompt once for both answers.")
-    # auto: the fastest kernel that check_gpu.sh measured, else FA2
+    # auto: the fastest that calibration has compared, else FA2
     flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(default="auto", help="Kernel for packed attention.")
     memory_gib: float | None = HfArg(default=None, help="GiB that a process may use; default: 90% of what there is.")
     checkpointed_layers: int | None = HfArg(default=None, help="Layers to checkpoint, evenly spread.")

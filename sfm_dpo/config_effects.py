@@ -14,14 +14,14 @@ NO_EFFECT = set(
 )
 # How the same sums are split and computed: the trained weights are the same but for rounding. A loss that depends on
 # the micro-batch is refused (config_checks.py), except the balancing loss of a mixture of experts, for which
-# run/checkpoint.py compares the pairs per device. gradient_accumulation_steps follows from the number of processes,
+# run/start.py compares the pairs per device. gradient_accumulation_steps follows from the number of processes,
 # which it compares, too.
 ROUNDING = set(
     """per_device_train_batch_size per_device_eval_batch_size precompute_ref_batch_size gradient_accumulation_steps
     gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs
     checkpointed_layers flash_attention""".split()
 )
-# Affect only some data sets: run/checkpoint.py compares the hash of the tokens
+# Affect only some data sets: run/start.py compares the hash of the tokens
 COMPARED_BY_TOKENS = {"mask_tool_results"}
 
 MAY_CHANGE = NO_EFFECT | ROUNDING | COMPARED_BY_TOKENS  # in a resumed run

@@ -1,6 +1,6 @@
 """Rules of the guard: pure functions from a training log to findings, so that a log can be replayed.
 
-All thresholds are here; docs/health.md explains them with their sources.
+All thresholds are here; docs/health.md explains them.
 """
 
 import math

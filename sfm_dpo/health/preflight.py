@@ -94,7 +94,7 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
     """The content of preflight.json, and `text` for the log; the same on all ranks. `policy`: the base model as a
     FrozenModel (train/).
 
-    With a reference cache it judges all pairs and computes only one, to compare packed with single sequences.
+    With a reference cache it judges all pairs and computes none.
     """
     args = config.train
     dataset = trainer.train_dataset

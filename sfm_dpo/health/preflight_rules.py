@@ -1,6 +1,6 @@
 """Rules of the preflight: metrics of the base model's log-probs on the pairs, their limits, and a verdict.
 
-Pure functions. All thresholds are in RULES; docs/health.md gives their sources and how to read them.
+Pure functions. All thresholds are in RULES; docs/health.md says how to read them.
 """
 
 from typing import Any, NamedTuple

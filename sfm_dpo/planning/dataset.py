@@ -1,6 +1,6 @@
 """Analysis of a dataset before training: lengths, the recommended max_length, and problems of the pairs.
 
-It reads and tokenises as training does, into the same cache; docs/data.md describes the JSON.
+It reads and tokenises as training does, into the same cache; `analyze_dataset.py --help` describes the JSON.
 """
 
 import functools
