@@ -8,6 +8,7 @@ import csv
 import dataclasses
 import functools
 import json
+import logging
 import netrc
 import os
 from collections.abc import Callable, Iterable
@@ -234,6 +235,9 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     """
     parser = FieldParser()
     namespace = parse_fields(parser, argv)
+    if namespace.beta < 1 and namespace.loss_type is parser.fields["loss_type"].default:
+        text = "beta is below 1, but loss_type is not set, and its default here is sigmoid_norm; TRL's is sigmoid"
+        logging.getLogger("sfm_dpo").warning(text)
     world_size = world_size or distributed.world_size()
     if not training:  # one process on a CPU
         world_size = 1

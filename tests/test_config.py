@@ -258,6 +258,13 @@ def test_a_recipe_of_another_trainer_is_told_all_at_once(parse):
     assert not [part for part in expected.split("|") if part.strip() not in message], message
 
 
+def test_trls_beta_with_the_default_loss_is_a_warning(parse, capsys):
+    parse({"loss_type": "sigmoid_norm", "beta": 0.1})
+    assert "beta is below 1" not in capsys.readouterr().err
+    parse({"beta": 0.1})
+    assert "warning: beta is below 1, but loss_type is not set" in capsys.readouterr().err
+
+
 def test_one_process_and_several_gpus(parse, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

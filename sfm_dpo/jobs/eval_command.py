@@ -44,8 +44,7 @@ class EvalCommand(TrainerCallback):
     on_save = on_log
 
     def on_train_end(self, args: Any = None, state: TrainerState | None = None, *_: Any, **kwargs: Any) -> None:
-        """Lets the newest command submit its job before Slurm ends all processes of this one; a run that has trained
-        to its end waits in `finish`."""
+        """Lets the newest command submit its job before Slurm ends this one; after the last step `finish` waits."""
         if self._newest and not (state and state.global_step >= state.max_steps):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._newest.wait(SUBMIT_SECONDS)
