@@ -1,5 +1,6 @@
 """Real runs of train_dpo.py as processes: started, watched, stopped, killed, compared."""
 
+import contextlib
 import json
 import os
 import socket
@@ -101,7 +102,12 @@ class Run:
         me = psutil.Process(self.process.pid)
 
         def find() -> list[psutil.Process]:
-            return [child for child in me.children() if "train_dpo.py" in " ".join(child.cmdline())]
+            found = []
+            for child in me.children():
+                with contextlib.suppress(psutil.NoSuchProcess):  # a probe of the launcher that has just ended
+                    if "train_dpo.py" in " ".join(child.cmdline()):
+                        found.append(child)
+            return found
 
         assert count == 1 or self.until(lambda: len(find()) == count, every=0.1), self.log[-4000:]
         return [me] if count == 1 else find()
