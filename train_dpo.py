@@ -5,7 +5,8 @@ CPU, one process:   python train_dpo.py --config recipes/demo.yaml
 4 GPUs, ZeRO-2:     accelerate launch --config_file accelerate_config.yaml train_dpo.py --config recipes/think.yaml
 Slurm:              sbatch scripts/dpo_train.sh --learning_rate 5e-7
 
-Any field of TRL's DPOConfig and ModelConfig and of sfm_dpo/config.py can be set in the recipe and on the command line.
+Any field of TRL's DPOConfig and ModelConfig and of sfm_dpo/config/fields.py can be set in the recipe and on the
+command line.
 Exit codes: 0 done, 1 crashed, 2 wrong configuration or data, 3 refused by the preflight, 4 stopped by the
 guard (docs/health.md), 5 trained and saved but not pushed to the Hub (docs/hub.md), 70 no progress
 (docs/slurm.md), 75 stopped on request, 130 interrupted.
@@ -35,8 +36,8 @@ from sfm_dpo.common.distributed import (
 )
 from sfm_dpo.common.errors import PreflightDone, StopRequested
 from sfm_dpo.common.files import write_json
-from sfm_dpo.config import Config, parse_config
-from sfm_dpo.config_checks import check_length_of_run
+from sfm_dpo.config.checks import check_length_of_run
+from sfm_dpo.config.fields import Config, parse_config
 from sfm_dpo.data.pairs import TokenPairs
 from sfm_dpo.data.tokenization import (
     check_positions,
@@ -46,27 +47,25 @@ from sfm_dpo.data.tokenization import (
     load_token_pairs,
     load_tokenizer,
 )
+from sfm_dpo.evaluation.eval_command import EvalCommand
+from sfm_dpo.fit.calibration import Calibration, calibrate
 from sfm_dpo.health.guard import add_guard
 from sfm_dpo.health.preflight import preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
-from sfm_dpo.hub.publish import check_push
-from sfm_dpo.jobs.eval_command import EvalCommand
-from sfm_dpo.jobs.training_run import Run
+from sfm_dpo.hub.upload import check_push
 from sfm_dpo.model.loading import identify_models, load_model_config, meta_adapter, meta_model
 from sfm_dpo.model.sharding import checkpoint_bytes, fit_buckets
 from sfm_dpo.run.checkpoint import check_disk, peak_checkpoint_count, step_of
-from sfm_dpo.run.files import read_file
-from sfm_dpo.run.folder import DATA, State, describe, write_status
+from sfm_dpo.run.folder import DATA, State, describe, read_file, write_status
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.run.start import Origin
-from sfm_dpo.train.calibration import Calibration, calibrate
-from sfm_dpo.train.callbacks import Progress, ProgressLine, StopCallback
+from sfm_dpo.train.callbacks import Profiler, Progress, ProgressLine, StopCallback
 from sfm_dpo.train.fit_memory import MemoryPlan
 from sfm_dpo.train.frozen_model import frozen_model
-from sfm_dpo.train.profiler import Profiler
 from sfm_dpo.train.reference_cache import add_reference, make_cache_folder, reference_root
 from sfm_dpo.train.settings import Settings, decide_settings
 from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
+from sfm_dpo.training_run import Run
 
 log = logging.getLogger("sfm_dpo")
 

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 from sfm_dpo.common.cli import Arguments, command, number
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT, format_table
-from sfm_dpo.config import parse_config
-from sfm_dpo.config_short_run import short_run
+from sfm_dpo.config.effects import short_run
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.memory.activations import TRACED_TOKENS, build_backbone, count_kinds, run_backbone

@@ -26,7 +26,7 @@ from trl import DPOConfig, DPOTrainer
 
 from bench.lengths import MAX_LENGTH, sample_lengths
 from bench.throughput import BATCH, DEMO, MODELS, ROOT, SHIPPED, VARIANTS, recipe_of
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.run.start import Origin

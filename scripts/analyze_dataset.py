@@ -45,9 +45,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--plot {args.plot}: unknown format; choose one of {', '.join(PLOTS)}")
     os.environ.update(CPU_ONLY)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
-    from sfm_dpo.config import parse_config
-    from sfm_dpo.planning.dataset import analyze_dataset
-    from sfm_dpo.planning.dataset_report import draw_lengths, format_analysis
+    from sfm_dpo.config.fields import parse_config
+    from sfm_dpo.planning.dataset import analyze_dataset, draw_lengths, format_analysis
 
     defaults = [f"--dataset_num_proc={len(os.sched_getaffinity(0))}"]
     if "--config" not in {word.split("=")[0] for word in fields}:

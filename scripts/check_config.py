@@ -23,7 +23,7 @@ import yaml
 from sfm_dpo.common.cli import command, reads_runs
 from sfm_dpo.common.distributed import launch_file
 from sfm_dpo.common.errors import UserError, user_input
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run.folder import make_folder
 from sfm_dpo.run.lock import check_owner
 from sfm_dpo.run.start import read_start
@@ -64,8 +64,8 @@ def main(argv: list[str]) -> int:
     if not start.open:
         print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
         return 0
-    from sfm_dpo.jobs.eval_command import EvalCommand  # these take seconds
-    from sfm_dpo.jobs.training_run import Run
+    from sfm_dpo.evaluation.eval_command import EvalCommand  # these take seconds
+    from sfm_dpo.training_run import Run
 
     with contextlib.redirect_stdout(sys.stderr), Run() as this:  # the batch script reads stdout
         this.close_steps(config, this.begin(config).open, EvalCommand(config.train))

@@ -11,11 +11,11 @@ import sys
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 import torch
 
+from sfm_dpo.cluster.gpu_check import GpuCheck
 from sfm_dpo.common.cli import Arguments, command, number
 from sfm_dpo.common.distributed import is_cpu_only
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.jobs.gpu_check import GpuCheck
 
 
 @command

@@ -68,7 +68,7 @@ run_dpo() {
         done
     fi
     trap '' USR1 TERM # too late to stop
-    exec python -m sfm_dpo.run.after "$output_dir" "$code" <<<"$status_before"
+    exec python -m sfm_dpo.cluster.after "$output_dir" "$code" <<<"$status_before"
 }
 
 say() { echo "[${SLURM_JOB_NAME:-dpo} $(date '+%F %T')] $*"; }
@@ -155,7 +155,7 @@ check_health() {
     # shellcheck disable=SC2016
     local on_node='source scripts/common.sh && use_environment
         for ((i = 0; i < LOCAL_WORLD_SIZE; i++)); do
-            RANK=$((SLURM_NODEID * LOCAL_WORLD_SIZE + i)) LOCAL_RANK=$i timeout 600 python -m sfm_dpo.health.node_check "$@" &
+            RANK=$((SLURM_NODEID * LOCAL_WORLD_SIZE + i)) LOCAL_RANK=$i timeout 600 python -m sfm_dpo.cluster.node_check "$@" &
         done
         code=0
         for pid in $(jobs -p); do wait "$pid" || code=$?; done
@@ -176,7 +176,7 @@ launch() {
         trap "" TERM
         source scripts/common.sh && use_environment
         export PET_SIGNALS_TO_HANDLE=SIGINT PET_SHUTDOWN_TIMEOUT=5 # torchrun: ranks ignore its TERM too, so kill soon
-        python -m sfm_dpo.run.launch "$run" --machine_rank "$SLURM_NODEID" "$@" &
+        python -m sfm_dpo.cluster.launch "$run" --machine_rank "$SLURM_NODEID" "$@" &
         trap "signalled=1; touch \"\$run/STOP\"" TERM
         signalled=1
         while [[ -n $signalled ]]; do # a signal ends the wait as well

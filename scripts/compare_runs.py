@@ -14,7 +14,7 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_file, number, reads_runs
 from sfm_dpo.common.files import write_json
-from sfm_dpo.compare.runs import compare_runs, format_comparison, read_log
+from sfm_dpo.report.compare import compare_runs, format_comparison, read_log
 
 
 @command

@@ -42,9 +42,9 @@ def main(argv: list[str]) -> int:
     os.chdir(PROJECT)  # the recipe's paths are relative to the project
     os.environ |= QUIET
     print(INTRO, flush=True)
-    from sfm_dpo.config import parse_config
+    from sfm_dpo.config.fields import parse_config
     from sfm_dpo.report.page import last_user_turn
-    from sfm_dpo.run.files import RESOLVED_CONFIG, SAMPLES, read_file
+    from sfm_dpo.run.folder import RESOLVED_CONFIG, SAMPLES, read_file
 
     fields = ["--config", "recipes/demo.yaml", *fields]
     run = Path(parse_config(fields).train.output_dir)

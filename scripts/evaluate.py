@@ -14,7 +14,7 @@ from pathlib import Path
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_file, number, reads_runs
-from sfm_dpo.jobs.evaluation import evaluate_run
+from sfm_dpo.evaluation.lm_eval import evaluate_run
 
 
 @command

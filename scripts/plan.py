@@ -33,9 +33,9 @@ def main(argv: list[str]) -> None:
     ours, fields = own.parse_known_args(argv or ["--help"])
     import numpy as np
 
-    from sfm_dpo.config import parse_config
-    from sfm_dpo.config_checks import check_known
-    from sfm_dpo.config_short_run import short_run
+    from sfm_dpo.config.checks import check_known
+    from sfm_dpo.config.effects import short_run
+    from sfm_dpo.config.fields import parse_config
     from sfm_dpo.data.lengths import Lengths
     from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config

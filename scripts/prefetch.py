@@ -16,8 +16,8 @@ from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import user_input
-from sfm_dpo.config import parse_config
-from sfm_dpo.config_checks import read_eval_sets
+from sfm_dpo.config.checks import read_eval_sets
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.sources import explain_cache_errors, load_rows
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 

@@ -24,9 +24,9 @@ import torch
 
 import train_dpo
 from sfm_dpo.common.cli import Arguments, command, new_file
-from sfm_dpo.config import parse_config
-from sfm_dpo.config_short_run import ONE_PAIR, UNCOMPILED, short_run
-from sfm_dpo.run.files import PREFLIGHT
+from sfm_dpo.config.effects import ONE_PAIR, UNCOMPILED, short_run
+from sfm_dpo.config.fields import parse_config
+from sfm_dpo.run.folder import PREFLIGHT
 
 
 @command

@@ -17,8 +17,7 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, reads_runs
 from sfm_dpo.common.errors import NOT_PUSHED
-from sfm_dpo.hub.publish import choose_repo, push
-from sfm_dpo.hub.upload import HubError, format_push_command
+from sfm_dpo.hub.upload import HubError, choose_repo, format_push_command, push
 from sfm_dpo.run.saved_model import check_health, find_model
 
 log = logging.getLogger("sfm_dpo.scripts.push_to_hub")  # below sfm_dpo, whose handler the package installs

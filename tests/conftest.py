@@ -79,7 +79,7 @@ def environment():
 @pytest.fixture
 def no_report(monkeypatch):
     """Runs of train_dpo.py in this process write none: its pictures take longer than training a tiny model does."""
-    monkeypatch.setattr("sfm_dpo.jobs.training_run.write_report", lambda run: None)
+    monkeypatch.setattr("sfm_dpo.training_run.write_report", lambda run: None)
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def on_cpu(model: Path, data: Path, output_dir: Path, **fields) -> list[str]:
 
 def config_of(data: Path, model: Path, *options):
     """The configuration of a command that reads a data set and a model on a CPU node."""
-    from sfm_dpo.config import parse_config
+    from sfm_dpo.config.fields import parse_config
 
     argv = ["--dataset_name", data, "--model_name_or_path", model, *options]
     return parse_config([str(word) for word in argv], training=False)
@@ -72,7 +72,7 @@ def config_of(data: Path, model: Path, *options):
 
 def read_pairs(data: Path, *options):
     """The pairs of a run on a data set, as load_pairs gives them."""
-    from sfm_dpo.config import parse_config
+    from sfm_dpo.config.fields import parse_config
     from sfm_dpo.data.preferences import load_pairs
 
     argv = ["--model_name_or_path", "m", "--use_cpu", "--dataset_name", data, *options]

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table, write_atomically
-from sfm_dpo.config_checks import HELD_OUT
+from sfm_dpo.config.checks import HELD_OUT
 
 PARTS = ("prompt", "chosen", "rejected")
 # Why a row is left out

@@ -23,11 +23,10 @@ from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import UserError, user_input
-from sfm_dpo.config import Config
-from sfm_dpo.config_checks import HELD_OUT
-from sfm_dpo.data import json_rows
+from sfm_dpo.config.checks import HELD_OUT
+from sfm_dpo.config.fields import Config
 from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
-from sfm_dpo.data.sources import column_names, explain_cache_errors, load_rows
+from sfm_dpo.data.sources import JSON_COLUMN, column_names, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
 PAIRS_VERSION = 9
@@ -137,7 +136,7 @@ def _normalize_rows(
     # which this project derives its keys. Canary: test_canary_datasets_fingerprint
     key = Hasher.hash((rows._fingerprint, source, PAIRS_VERSION, code))
     if not script:  # other columns may be images that cannot be decoded
-        rows = rows.select_columns([name for name in rows.column_names if name in (*_FIELDS, json_rows.COLUMN)])
+        rows = rows.select_columns([name for name in rows.column_names if name in (*_FIELDS, JSON_COLUMN)])
     pairs = rows.map(
         _normalize_row,
         with_indices=True,
@@ -153,8 +152,8 @@ def _normalize_rows(
 
 
 def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: str | None) -> dict[str, Any]:
-    is_json = json_rows.COLUMN in stored
-    row = json.loads(stored[json_rows.COLUMN]) if is_json else dict(stored)
+    is_json = JSON_COLUMN in stored
+    row = json.loads(stored[JSON_COLUMN]) if is_json else dict(stored)
     template = None
     try:
         fields = row if is_json else drop_nulls({name: row.get(name) for name in _FIELDS})

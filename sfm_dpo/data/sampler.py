@@ -15,8 +15,8 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import TrainConfig
-from sfm_dpo.config_checks import advise_batch
+from sfm_dpo.config.checks import advise_batch
+from sfm_dpo.config.fields import TrainConfig
 from sfm_dpo.data.lengths import Lengths
 
 ORDER_VERSION = 3  # raise it when the same seed and data give another order; 1 was the order of transformers' samplers

@@ -10,13 +10,17 @@ from typing import Any
 from unittest import mock
 
 import datasets
-from datasets import Dataset, load_dataset
+import pyarrow as pa
+from datasets import Dataset, DatasetInfo, Features, Value, load_dataset
+from datasets.builder import Key
 from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+from datasets.packaged_modules.json.json import Json
 
 from sfm_dpo.common.errors import DISK_REMEDIES, RunEnd, UserError, user_input
-from sfm_dpo.data import json_rows
 
+JSON_VERSION = "sfm-json-rows-1"  # part of the cache's key: raise it with any change of this module that changes a row
+JSON_COLUMN = "json_row"  # a row of a JSON file, as text
 LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -27,7 +31,7 @@ def explain_cache_errors(folder: Path | None = None, end: type[RunEnd] = UserErr
     try:
         yield
     except Exception as error:
-        cause: BaseException | None = error  # datasets wraps what its writer, or json_rows.py, raised
+        cause: BaseException | None = error  # datasets wraps what its writer, or read_rows, raised
         while cause and not isinstance(cause, RunEnd) and getattr(cause, "errno", None) not in DISK_REMEDIES:
             cause = cause.__cause__
         if isinstance(cause, RunEnd):
@@ -62,19 +66,19 @@ def load_rows(
 
 
 def column_names(rows: Dataset) -> list[str]:
-    """The columns; for JSON rows (json_rows.py), those of about 100 rows."""
-    if json_rows.COLUMN not in rows.column_names:
+    """The columns; for rows of JSON files, those of about 100 rows."""
+    if JSON_COLUMN not in rows.column_names:
         return rows.column_names
     some = rows.select(range(0, len(rows), max(1, len(rows) // 100)))
-    return list(dict.fromkeys(name for row in some[json_rows.COLUMN] for name in json.loads(row)))
+    return list(dict.fromkeys(name for row in some[JSON_COLUMN] for name in json.loads(row)))
 
 
 @explain_cache_errors()
 def _load_any(*args: Any, **options: Any) -> Any:
-    """`load_dataset` of `datasets`, with json_rows.py as the reader of JSON files."""
+    """`load_dataset` of `datasets`, with JsonRows as the reader of JSON files."""
     # Upstream: datasets 5.2, utils/json.py, json_encode_field: writes all values of a field as JSON except text that
     # is valid JSON, which is then read as a value. Canary: test_canary_datasets_json
-    with mock.patch.dict(_PACKAGED_DATASETS_MODULES, json=(json_rows.__name__, json_rows.VERSION)):
+    with mock.patch.dict(_PACKAGED_DATASETS_MODULES, json=(__name__, JSON_VERSION)):
         try:
             return load_dataset(*args, **options)
         except datasets.exceptions.DatasetGenerationError as error:  # it does not say what is wrong
@@ -114,3 +118,47 @@ def _check_splits(folder: Path, files: list[Path]) -> None:
     if unused := [file for file in files if file.resolve() not in used]:
         found = f"is in none of the splits that the names of the files tell ({', '.join(map(str, splits))})"
         raise UserError(f"dataset_name {unused[0]}: {found}; rename the files, or give each on its own")
+
+
+class JsonRows(Json):
+    def _info(self) -> DatasetInfo:
+        return DatasetInfo(features=Features({JSON_COLUMN: Value("string")}))
+
+    def _generate_tables(self, base_files, files_iterables, original_files) -> Iterator[tuple[Key, pa.Table]]:
+        for shard, files in enumerate(files_iterables):
+            chunks = (chunk for file in files for chunk in read_rows(file, original_files[shard]))
+            for number, chunk in enumerate(chunks):
+                yield Key(shard, number), pa.table({JSON_COLUMN: chunk})
+
+
+def read_rows(file: str, name: str) -> Iterator[list[str]]:
+    """The rows of a file (one object per line, or a list of objects) as JSON text, in lists of about 10 MiB.
+
+    Raises UserError with the file's `name` and the line that is not UTF-8, not JSON, or not an object."""
+    rows: list[str] = []
+    size = 0
+    with open(file, "rb") as stream:
+        is_list = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        stream.seek(0)
+        for number, line in enumerate([stream.read()] if is_list else stream, 1):
+            if not line.strip():
+                continue
+            try:
+                text = line.decode("utf-8-sig").rstrip()
+                value = json.loads(text)
+                objects = value if is_list else [value]
+                if b"\\ud" in line or b"\\uD" in line:
+                    json.dumps(objects, ensure_ascii=False).encode()  # fails for half of a surrogate pair
+                if not all(isinstance(row, dict) for row in objects):
+                    raise ValueError("not a JSON object; write each row as {...}")
+            except (ValueError, RecursionError) as error:
+                where = "" if is_list else f"line {number}: "
+                raise UserError(f"dataset_name {name}: {where}{error}") from error
+            rows += map(json.dumps, objects) if is_list else [text]
+            size += len(line)
+            if size > 10 * 2**20:
+                yield rows
+                rows = []
+                size = 0
+    if rows:
+        yield rows

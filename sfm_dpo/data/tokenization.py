@@ -23,8 +23,8 @@ from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import UserError, user_input
-from sfm_dpo.config import Config, TrainConfig
-from sfm_dpo.config_checks import read_eval_sets
+from sfm_dpo.config.checks import read_eval_sets
+from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import PARTS, Pairs, TokenPairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs

@@ -11,11 +11,11 @@ from transformers.trainer_callback import ExportableState
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import GuardStopped
 from sfm_dpo.common.files import write_json
-from sfm_dpo.config_checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
+from sfm_dpo.config.checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.data.lengths import count_trained
 from sfm_dpo.health.guard_rules import SIGMOID_LOSSES, Finding, Log, RunFacts, judge_log
 from sfm_dpo.run.checkpoint import keep_before
-from sfm_dpo.run.files import HEALTH, SAMPLES
+from sfm_dpo.run.folder import HEALTH, SAMPLES
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import PreflightRefused
 from sfm_dpo.common.files import format_table, write_json
-from sfm_dpo.config import Config
-from sfm_dpo.config_checks import main_loss
-from sfm_dpo.data.answers import compare_sides, tabulate_sides
+from sfm_dpo.config.checks import main_loss
+from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import describe_ignored
+from sfm_dpo.data.rendering import compare_sides, tabulate_sides
 from sfm_dpo.health.preflight_rules import Figure, compute_pair_figures, exact, format_finding, judge_base_model
-from sfm_dpo.run.files import PREFLIGHT
+from sfm_dpo.run.folder import PREFLIGHT
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sfm_dpo.common.statistics import mean_interval, wilson
-from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
+from sfm_dpo.config.checks import LENGTH_NORMALIZED_LOSSES
 
 UNLEARNABLE = -2.5  # nats per token: the base model cannot bridge a larger gap than this
 

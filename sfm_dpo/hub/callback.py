@@ -14,9 +14,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sfm_dpo.common.distributed import CPU_ONLY, environment_outside_launcher, is_main_process
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.config import TrainConfig
-from sfm_dpo.hub.publish import choose_repo
-from sfm_dpo.hub.upload import format_push_command
+from sfm_dpo.config.fields import TrainConfig
+from sfm_dpo.hub.upload import choose_repo, format_push_command
 from sfm_dpo.run.checkpoint import mark_pushed
 
 log = logging.getLogger(__name__)

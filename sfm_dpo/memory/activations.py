@@ -21,8 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from sfm_dpo.model.attention import boundary_arguments, packed_attention_forward
 from sfm_dpo.model.flops import count_experts
-from sfm_dpo.model.layers import checkpoint_layers
-from sfm_dpo.model.loading import build_model
+from sfm_dpo.model.loading import build_model, checkpoint_layers
 from sfm_dpo.model.packing import find_delta_nets
 
 SHAPES = "packed_shapes"  # packed attention with the GPU's kernel, whose shapes are known on every device

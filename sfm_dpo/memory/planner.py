@@ -12,13 +12,12 @@ import torch
 from transformers import PretrainedConfig
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import Config, TrainConfig
-from sfm_dpo.config_checks import SORTING_LOSSES
+from sfm_dpo.config.checks import SORTING_LOSSES
+from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
 from sfm_dpo.memory.activations import Activations, head_bytes, trace_activations
-from sfm_dpo.model.layers import blocks
-from sfm_dpo.model.loading import load_model_config, meta_adapter, meta_model
+from sfm_dpo.model.loading import blocks, load_model_config, meta_adapter, meta_model
 
 # What a micro-batch costs on a GPU however small it is, in tokens of equal time: its gradients of all weights pass
 # through memory several times, and the host waits for the device (bench/count.py). The weights cancel: both grow alike

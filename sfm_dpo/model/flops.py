@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from trl.trainer.utils import get_peak_flops
 
-from sfm_dpo.model.layers import ATTENTION
+from sfm_dpo.model.loading import ATTENTION
 from sfm_dpo.model.sharding import numel, shape
 
 

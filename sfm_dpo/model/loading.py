@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import local_torch_dtype
 from transformers.utils import ADAPTER_CONFIG_NAME
 from trl import get_peft_config
@@ -25,7 +27,7 @@ from trl import get_peft_config
 from sfm_dpo.common.distributed import on_main_process
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import hash_file
-from sfm_dpo.config import Config
+from sfm_dpo.config.fields import Config
 
 CONTENT = (".safetensors", ".gguf", ".py")  # of files that decide what a model in a folder computes
 FOLDER = "hash-"  # an id that is no commit on the Hub begins with it
@@ -148,3 +150,32 @@ def hash_config(config: PretrainedConfig) -> str:
     """Hash of the fields of a model's configuration that affect its computation: no paths, versions or KV cache."""
     session = ("_name_or_path", "name_or_path", "transformers_version", "use_cache", "dtype")
     return _digest({name: value for name, value in config.to_dict().items() if name not in session})
+
+
+ATTENTION = {"full_attention", "sliding_attention"}  # in `layer_types` of a model's configuration
+
+
+def blocks(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def checkpoint_layers(model: PreTrainedModel, count: int) -> None:
+    """Leaves gradient checkpointing, which is on, to `count` blocks, evenly spread. The last block is among them only
+    if all are: the backward frees its activations before it computes those of a checkpointed block again."""
+    layers = blocks(model)
+    chosen = {number * len(layers) // count for number in range(count)}
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index in chosen
+
+
+def compile_layers(model: PreTrainedModel, backend: str | Callable, mode: str | None) -> None:
+    """Compiles each decoder layer in place, so names in the state dict do not change. `generate` runs uncompiled.
+
+    accelerate 1.15's `compile_regions` compiles a copy of the model, whose forward, bound by TRL, still runs the
+    original's layers; its variants for DeepSpeed and FSDP2 also compile `generate`, and none compiles before training.
+    """
+    for layer in blocks(model):
+        layer.compile(dynamic=True, backend=backend, mode=mode, recompile_limit=32)
+    # Upstream: transformers 5.24, cache_utils.py, Cache.update: takes the layer's index, so torch.compile
+    # makes a graph for each index. Canary: test_canary_graph_for_every_layer
+    model.generate = torch.compiler.set_stance("force_eager")(model.generate)

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import Config
+from sfm_dpo.config.fields import Config
 from sfm_dpo.model.attention import PACKED, boundary_arguments
-from sfm_dpo.model.layers import ATTENTION, blocks
-from sfm_dpo.model.loading import load_model_config, meta_model
+from sfm_dpo.model.loading import ATTENTION, blocks, load_model_config, meta_model
 
 log = logging.getLogger(__name__)
 

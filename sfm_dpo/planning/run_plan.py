@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_table
-from sfm_dpo.config import Config
+from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_pairs, memory_limit
 from sfm_dpo.model.flops import ForwardFlops, peak_flops

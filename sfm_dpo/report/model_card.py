@@ -16,7 +16,7 @@ from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.report.page import FIGURES, changed_fields, format_yaml, render_page
 from sfm_dpo.report.plots import draw_curves
-from sfm_dpo.run.files import CARD, EVALUATION, read_file
+from sfm_dpo.run.folder import CARD, EVALUATION, read_file
 from sfm_dpo.run.reader import judge_learning, read_run
 
 _CURVES = ("loss", "accuracy", "margin", "logps")

@@ -19,11 +19,10 @@ import sfm_dpo
 from sfm_dpo.common.cli import Arguments, command, reads_runs
 from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
-from sfm_dpo.config import DATACLASSES
+from sfm_dpo.config.fields import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.report.plots import PANELS, draw_curves
-from sfm_dpo.run.files import REPORT
-from sfm_dpo.run.folder import State
+from sfm_dpo.run.folder import REPORT, State
 from sfm_dpo.run.reader import LEARNED, describe_calibration, judge_learning, list_held_out, read_run, to_float
 
 FIGURES = "figures"

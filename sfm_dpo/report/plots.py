@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
+from sfm_dpo.config.checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.run.reader import to_float
 
 matplotlib.use("Agg")

@@ -17,7 +17,7 @@ from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank,
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import hash_file, write_json
 from sfm_dpo.common.process import is_alive, this_process
-from sfm_dpo.run.files import EVALUATIONS, read_file
+from sfm_dpo.run.folder import EVALUATIONS, read_file
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A run's folder: resolved_config.yaml, environment.json, data.json and status.json in it."""
+"""A run's folder: its files, which a kill, a full disk or a hand may have damaged, and what its state means."""
 
 import errno
 import json
@@ -22,14 +22,31 @@ from sfm_dpo.common.distributed import is_main_process, world_size
 from sfm_dpo.common.errors import NOT_PUSHED, UserError
 from sfm_dpo.common.files import PROJECT, now, write_atomically, write_json
 from sfm_dpo.common.secrets import mask, mask_values
-from sfm_dpo.config_effects import NO_EFFECT
-from sfm_dpo.run.files import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, read_file, read_sound_file
+from sfm_dpo.config.effects import NO_EFFECT
 
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    from sfm_dpo.config import Config
+    from sfm_dpo.config.fields import Config
+
+import functools
+
+from sfm_dpo.common.errors import user_input
 
 log = logging.getLogger(__name__)
 
+RESOLVED_CONFIG = "resolved_config.yaml"
+ENVIRONMENT = "environment.json"
+DATA = "data.json"
+STATUS = "status.json"
+PREFLIGHT = "preflight.json"
+HEALTH = "health.json"
+SAMPLES = "samples.json"
+EVALUATION = "evaluation.json"
+REPORT = "report.html"
+CARD = "README.md"
+RUN_FILES = (RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS, PREFLIGHT, HEALTH, SAMPLES, EVALUATION)
+TRAINER_STATE = "trainer_state.json"  # in a run's folder and in each checkpoint
+EVALUATIONS = "evaluations"  # a folder: step-N.json with what eval_command has measured, and step-N.log
+COLLECTIVES = "collectives-"  # with a rank: in stacks/, the last collectives of a process group that failed or hangs
 # The steps of an end after the model is saved, in the `open` of status.json
 PUSHED = "pushed"
 REPORTED = "reported"
@@ -74,6 +91,34 @@ class State(StrEnum):
     def resumes(self) -> bool:
         """Whether the same command trains on, if no process of the run is left."""
         return not self.has_model and self is not State.COLLAPSED
+
+
+def read_file(path: Path) -> Any:
+    """The content of a run's JSON or YAML file; empty if there is no such file, and, after one warning, if it is
+    damaged."""
+    if path.exists():
+        try:
+            return read_sound_file(path, "treated as absent")
+        except UserError as error:
+            _warn_once(str(error))
+    return [] if path.name == SAMPLES else {}
+
+
+def read_sound_file(path: Path, remedy: str) -> Any:
+    """The content of a run's file. Raises UserError with the `remedy` if the file is absent or neither JSON nor YAML,
+    or does not hold a mapping, or for SAMPLES a list."""
+    with user_input(f"{path}: missing or damaged", remedy):
+        text = path.read_text()
+        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+        expected = list if path.name == SAMPLES else dict
+        if not isinstance(content, expected):
+            raise ValueError(f"holds a {type(content).__name__}, not a {expected.__name__}")
+        return content
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 def read_status(run: str | Path) -> dict[str, Any]:

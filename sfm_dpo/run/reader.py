@@ -15,18 +15,20 @@ from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
 from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.run.checkpoint import checkpoints, why_incomplete
-from sfm_dpo.run.files import (
+from sfm_dpo.run.folder import (
     DATA,
     ENVIRONMENT,
+    EVALUATED,
     EVALUATIONS,
     HEALTH,
+    LOG,
     RESOLVED_CONFIG,
     RUN_FILES,
     STATUS,
     TRAINER_STATE,
+    State,
     read_file,
 )
-from sfm_dpo.run.folder import EVALUATED, LOG, State
 from sfm_dpo.run.lock import LOCK, read_owner
 
 # Verdicts of `judge_learning`, and what to look at
@@ -130,7 +132,7 @@ def _give_verdict(what: str, value: float, low: float, high: float) -> tuple[str
 
 
 def describe_calibration(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a start has measured (Calibration in train/calibration.py, as in data.json), by name, as text."""
+    """What a start has measured (Calibration in fit/calibration.py, as in data.json), by name, as text."""
     if not found.get("noise"):
         return []
     rows = [("noise of a log-prob", f"{found['noise']:.2g} nats")]

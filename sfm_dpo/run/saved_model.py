@@ -9,8 +9,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.run.checkpoint import step_of, why_damaged, why_incomplete
-from sfm_dpo.run.files import DATA, RESOLVED_CONFIG, read_file
-from sfm_dpo.run.folder import State, read_resolved_config, read_status
+from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, State, read_file, read_resolved_config, read_status
 
 # Libraries write other files into the folder, which are not part of the model
 MODEL_FILES = """model*.safetensors adapter_model.safetensors model.safetensors.index.json config.json

@@ -10,13 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 from sfm_dpo.common.distributed import is_main_process, on_main_process, world_size
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config_effects import MAY_CHANGE
+from sfm_dpo.config.effects import MAY_CHANGE
 from sfm_dpo.run.checkpoint import COMPLETE, STOP, checkpoints, clear_old_stop, why_damaged, why_incomplete
-from sfm_dpo.run.files import CARD, DATA, ENVIRONMENT, EVALUATIONS, REPORT, RESOLVED_CONFIG, STATUS, read_file
-from sfm_dpo.run.folder import ERROR, EVALUATED, LOG, PUSHED, REPORTED, State, read_status
+from sfm_dpo.run.folder import (
+    CARD,
+    DATA,
+    ENVIRONMENT,
+    ERROR,
+    EVALUATED,
+    EVALUATIONS,
+    LOG,
+    PUSHED,
+    REPORT,
+    REPORTED,
+    RESOLVED_CONFIG,
+    STATUS,
+    State,
+    read_file,
+    read_status,
+)
 
 if TYPE_CHECKING:  # scripts read this module without the seconds that TRL takes to import
-    from sfm_dpo.config import Config, TrainConfig
+    from sfm_dpo.config.fields import Config, TrainConfig
 
 log = logging.getLogger(__name__)
 

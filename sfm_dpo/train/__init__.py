@@ -1,1 +1,1 @@
-"""Training: the DPOTrainer subclass, the reference cache, metrics, and the callbacks of a run."""
+"""Training: the DPOTrainer subclass, the reference cache, metrics, checkpoints and callbacks."""

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast
+from torch.profiler import profile
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import LOG, State, write_status
@@ -116,3 +118,32 @@ class ProgressLine(TrainerCallback):
             parts.append(f"ETA {format_clock(seconds)}")
         log.info("  ".join(parts))
         write_status(args.output_dir, State.RUNNING, eta_seconds=seconds, **describe_progress(state))
+
+
+class Profiler(TrainerCallback):
+    """Writes profile/trace.json (for Perfetto) and profile.txt into the run's folder, for rank 0."""
+
+    def __init__(self, first: int, last: int):
+        self.first = first
+        self.last = last
+        self.profiler: profile | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # Starts at the end of the preceding step, because a batch is fetched before on_step_begin
+        if state.global_step == self.first - 1 and is_main_process():
+            self.profiler = profile()
+            self.profiler.start()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.profiler and state.global_step in (self.last, state.max_steps):
+            self.profiler.stop()
+            folder = Path(args.output_dir) / "profile"
+            folder.mkdir(exist_ok=True)
+            self.profiler.export_chrome_trace(str(folder / "trace.json"))
+            order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+            table = self.profiler.key_averages().table(sort_by=order, row_limit=15)
+            text = f"profile of steps {self.first} to {self.last}, rank 0:\n{table}"
+            write_atomically(folder / "profile.txt", text)
+            log.info(text)
+            self.profiler = None
+        self.on_train_begin(args, state, control)

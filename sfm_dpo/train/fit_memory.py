@@ -19,18 +19,17 @@ from transformers import PretrainedConfig
 
 from sfm_dpo.common.distributed import broadcast, launched_with, on_main_process
 from sfm_dpo.common.errors import OutOfMemory, UserError
-from sfm_dpo.config import Config
+from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_layers, asked_pairs, memory_limit
-from sfm_dpo.run.files import read_file
-from sfm_dpo.run.folder import DATA
+from sfm_dpo.run.folder import DATA, read_file
 from sfm_dpo.train.callbacks import Progress
 
 log = logging.getLogger(__name__)
 
 # Messages of torch on CUDA and on CPU, of CUDA's libraries, and of the operating system
 SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
-# By phase, fields that may change when the run resumes (config_effects.py)
+# By phase, fields that may change when the run resumes (config/effects.py)
 REMEDIES = {
     "training": "use a smaller per_device_train_batch_size, or set gradient_checkpointing: true",
     "evaluation": "use a smaller per_device_eval_batch_size",

@@ -15,7 +15,7 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
+from sfm_dpo.config.checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.packing import find_shared
 
@@ -60,7 +60,7 @@ def share_above(a: torch.Tensor, b: torch.Tensor, tie: torch.Tensor | float = 0.
 
 def step_0_tolerance(completion_mask: torch.Tensor, scale: torch.Tensor, beta: float, noise: float) -> torch.Tensor:
     """[B]: largest |margin| / 2 allowed at policy = reference, four standard deviations of rounding. The masks [2B, L]
-    and `loss_scale` [2B] are those of the responses; `noise`: of a log-prob, in nats (train/calibration.py)."""
+    and `loss_scale` [2B] are those of the responses; `noise`: of a log-prob, in nats (fit/calibration.py)."""
     chosen, rejected = (completion_mask.sum(dim=1) / scale**2).chunk(2)
     return 2 * beta * noise * (chosen + rejected).sqrt() + 1e-6
 

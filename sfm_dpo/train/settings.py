@@ -7,7 +7,7 @@ from datasets import Dataset
 from transformers import PretrainedConfig
 
 from sfm_dpo.common.distributed import broadcast
-from sfm_dpo.config import Config
+from sfm_dpo.config.fields import Config
 from sfm_dpo.memory.planner import Candidate, asked_layers, asked_pairs
 from sfm_dpo.model.packing import decide_packing
 from sfm_dpo.train.fit_memory import MemoryPlan, plan_memory

@@ -5,33 +5,45 @@ over the pairs of -log sigmoid(beta * (r(chosen) - r(rejected))), r = mean over 
 Micro-batches hold equal numbers of pairs (data/sampler.py), so their mean is the mean over the global batch.
 """
 
+import copy
+import dataclasses
+import functools
 import logging
+import math
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from accelerate import DistributedType
 from accelerate.state import AcceleratorState
-from accelerate.utils import is_peft_model, release_memory
+from accelerate.utils import is_peft_model, load_fsdp_model, release_memory
 from datasets import Dataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback
-from trl import get_peft_config
+from transformers.trainer import TRAINING_ARGS_NAME
+from trl import DPOTrainer, get_peft_config
+from trl.trainer import dpo_trainer
 
-from sfm_dpo.common.distributed import launched_with
+from sfm_dpo.common.distributed import is_main_process, launched_with
 from sfm_dpo.common.errors import UserError, user_input
+from sfm_dpo.common.files import follow_umask
 from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
-from sfm_dpo.config import Config, TrainConfig
-from sfm_dpo.config_checks import main_loss
+from sfm_dpo.config.checks import HELD_OUT, main_loss
+from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.sampler import PairSampler
+from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
 from sfm_dpo.data.tokenization import hash_tokens
 from sfm_dpo.model.attention import activate_flash, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.model.layers import compile_layers
-from sfm_dpo.model.loading import load_model, load_model_config, model_init_kwargs
+from sfm_dpo.model.loading import compile_layers, identify_model, load_model, load_model_config, model_init_kwargs
 from sfm_dpo.model.packing import enable_padding_free, find_delta_nets, has_delta_net_kernels
+from sfm_dpo.model.sharding import keep_precision, use_fsdp_on_cpu
+from sfm_dpo.run.checkpoint import COMPLETE
 from sfm_dpo.train.callbacks import Progress
-from sfm_dpo.train.checkpoints import CheckpointCallback, CompleteCheckpoints, ResumeCallback
-from sfm_dpo.train.held_out import ExactEvaluation
+from sfm_dpo.train.checkpoints import CheckpointCallback, ResumeCallback
 from sfm_dpo.train.metrics import (
     CountingCollator,
     Meter,
@@ -42,19 +54,18 @@ from sfm_dpo.train.metrics import (
     reward_metrics,
 )
 from sfm_dpo.train.settings import Settings, decide_settings
-from sfm_dpo.train.upstream import UpstreamFixes, arguments_for_trl
 
 log = logging.getLogger(__name__)
 
 
-class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
+class SFMDPOTrainer(DPOTrainer):
     """TRL's DPOTrainer on the columns of data/tokenization.py, for one process, DDP, ZeRO-2, ZeRO-3 and FSDP2.
 
     With `precompute_ref_log_probs`, `add_reference` (reference_cache.py) must add the reference's columns before
     training. Raises UserError for a model that cannot be loaded or packed.
 
     Args:
-        config: kept unchanged; `self.args` is a copy of its arguments for TRL (upstream.py, `arguments_for_trl`).
+        config: kept unchanged; `self.args` is a copy of its arguments for TRL (`arguments_for_trl`).
         settings: by default those of `decide_settings`.
         kwargs: those of DPOTrainer.
     """
@@ -64,6 +75,10 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     data_collator: Any
     loss_weights: list[Any]
     ref_model: Any  # a separate reference model, while there is one
+    accelerator: Any
+    is_fsdp_enabled: bool
+    aux_loss_enabled: bool
+    eval_sums: MetricSums  # of the current evaluation
 
     def __init__(
         self,
@@ -89,7 +104,10 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         if self.packed and not args.use_cpu:
             activate_flash(self.settings.flash_attention)
         options = {"peft_config": get_peft_config(config.model)} | kwargs
-        with user_input("building the trainer", "correct the field it names; for LoRA, lora_target_modules"):
+        building = user_input("building the trainer", "correct the field it names; for LoRA, lora_target_modules")
+        # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: hashes all weights on each rank for
+        # the cache of _precompute_ref_logps below: 22 s for 7B. Canary: test_canary_hash_module
+        with building, patch.object(dpo_trainer, "hash_module", return_value=None):
             super().__init__(
                 ref_model=load_reference(config, options["peft_config"] is not None),
                 model=load_configured_model(config),
@@ -110,6 +128,40 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         self.data_collator = CountingCollator(self.data_collator, flops, live, self.packed, self.prefix_sharing)
         self.add_callback(self.meter)
         self.add_callback(self.progress)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        use_fsdp_on_cpu(self.accelerator)
+        plugin = self.accelerator.state.deepspeed_plugin
+        gather = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+        if plugin and plugin.zero_stage == 3 and not plugin.get_value(gather, False):
+            raise UserError(f"DeepSpeed configuration: {gather} must be true; otherwise only shards would be saved")
+        self.is_fsdp_enabled = self.accelerator.distributed_type == DistributedType.FSDP
+        if self.is_fsdp_enabled:
+            keep_precision(self.accelerator.state.fsdp_plugin)
+
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._prepare_dataset: tokenises text although the ids exist;
+    # any argument of the run changes the fingerprint of the result. Canary: test_canary_prepare_dataset
+    def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: Any, dataset_name: str) -> Dataset:
+        return dataset
+
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._precompute_ref_logps: computes again for another learning
+    # rate; keeps nothing of a killed pass; fails with two ranks on in-memory data, for which each rank has its own
+    # cache folder. Canary: test_canary_precompute_ref_logps
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        return dataset  # `add_reference` (train/reference_cache.py) runs after construction
+
+    def _pack_and_compile(self) -> None:
+        """Packs and compiles policy and reference, as configured, after TRL has given them their fused LM head."""
+        args = self.config.train
+        if args.torch_compile:
+            log.info("torch_compile: layers are compiled in their first forward and backward")
+        for model in filter(None, (self.bare_model(), self.ref_model)):
+            model = self.accelerator.unwrap_model(model)
+            if self.packed:
+                enable_padding_free(model, self.prefix_sharing)
+            if args.torch_compile:
+                compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
 
     def adopt(self, calibration: Any, settings: Settings) -> None:
         """Takes what calibration has found before training begins; pairs per device and layers must be as built."""
@@ -132,17 +184,10 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         """The policy without PEFT's wrapper."""
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
-    def _pack_and_compile(self) -> None:
-        """Packs and compiles policy and reference, as configured, after TRL has given them their fused LM head."""
-        args = self.config.train
-        if args.torch_compile:
-            log.info("torch_compile: layers are compiled in their first forward and backward")
-        for model in filter(None, (self.bare_model(), self.ref_model)):
-            model = self.accelerator.unwrap_model(model)
-            if self.packed:
-                enable_padding_free(model, self.prefix_sharing)
-            if args.torch_compile:
-                compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
+    @property
+    def zero_stage(self) -> int:
+        """0 without DeepSpeed."""
+        return self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
 
     def attention_kernel(self, model: Any = None) -> str:
         """Name of the packed attention kernel of the policy, or of `model`; it replaces `attn_implementation`."""
@@ -155,6 +200,50 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
             kernel += f", gated delta nets by {'fla' if has_delta_net_kernels() else 'transformers'}"
         return kernel
 
+    def resume_facts(self) -> dict[str, Any]:
+        """The facts that must be the same in a run that resumes from a checkpoint."""
+        launch = "FSDP2" if self.is_fsdp_enabled else "whole weights"
+        return {
+            "world_size": self.accelerator.num_processes,
+            "launch": f"ZeRO-{self.zero_stage}" if self.zero_stage else launch,
+            "train_tokens": self.train_tokens,
+            "order_version": ORDER_VERSION,
+            "micro_batch": self.settings.micro_batch if self.aux_loss_enabled else None,  # the loss depends on it
+            **{part.model_field: identify_model(part) for part in self.config.parts},
+        }
+
+    def describe_data(self) -> dict[str, Any]:
+        """For data.json: the hash of the tokens, the order of each epoch, the reference cache of each split, the
+        launch and the models."""
+        order = [self.train_sampler.fingerprint(epoch) for epoch in range(self.train_sampler.epochs)]
+        facts = self.resume_facts()
+        facts = {name: facts[name] for name in ("train_tokens", "launch")}
+        return facts | {"reference": self.reference_facts, "order": order, "models": self.config.model_ids}
+
+    def load_batch(self, dataset: Dataset, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+        """TRL's batch of these rows, [2B, L] with chosen sequences first, on the device."""
+        return self._prepare_inputs(self.data_collator([dataset[int(row)] for row in rows]))
+
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.compute_ref_log_probs: computes under autocast, unlike the
+    # policy under FSDP2, so in 16 bit the loss does not start at ln 2. Canary: test_canary_compute_ref_log_probs
+    # Upstream: trl 1.16, models/utils.py, disable_gradient_checkpointing: checkpoints every layer afterwards,
+    # even those that were not before, and adds another hook to the embedding. Canary: test_canary_checkpointed_layers
+    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Sums of log-probs ([B] chosen, [B] rejected) by `model`, in the policy's precision."""
+
+        def forward(**kwargs: Any) -> Any:
+            with torch.autocast(self.accelerator.device.type, enabled=False):
+                return model(**kwargs)
+
+        layers = [module for module in self.model.modules() if getattr(module, "gradient_checkpointing", False)]
+        try:
+            for layer in layers:
+                layer.gradient_checkpointing = False
+            return super().compute_ref_log_probs(forward if self.is_fsdp_enabled else model, inputs)
+        finally:
+            for layer in layers:
+                layer.gradient_checkpointing = True
+
     def release_reference(self) -> None:
         """Frees a separate reference model whose log-probs are cached."""
         if self.config.train.precompute_ref_log_probs:
@@ -166,10 +255,22 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         self.release_reference()
         return super().train(*args, **kwargs)
 
-    def load_batch(self, dataset: Dataset, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """TRL's batch of these rows, [2B, L] with chosen sequences first, on the device."""
-        return self._prepare_inputs(self.data_collator([dataset[int(row)] for row in rows]))
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PairSampler:
+        """Replaces Transformers' batch_rebalance, whose micro-batches hold unequal numbers of pairs."""
+        self.train_sampler = build_sampler(self.train_dataset, self.config.train, self.settings)
+        return self.train_sampler
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Transformers' micro-batches of an optimizer step."""
+        result = super().get_batch_samples(*args, **kwargs)
+        if "sft" in self.loss_types and result[0]:  # a run resumed at its last step has no more
+            counts = torch.stack([count_chosen(batch["completion_mask"]) for batch in result[0]])
+            self.chosen_tokens = self.accelerator.gather(counts.to(self.accelerator.device)).mean().item()
+        return result
+
+    # Upstream: transformers 5.24, trainer.py, Trainer._prepare_input: casts every floating input to DeepSpeed's dtype,
+    # even the fp32 reference log-probs: a sum of 1,000 nats is rounded to multiples of 4.
+    # Canary: test_canary_prepare_input
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Called for each micro-batch, including those of evaluation, preflight and reference pass."""
         counts = inputs["counts"]
@@ -182,28 +283,9 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         if not self.packed:  # only the packed forward takes them
             inputs = {name: value for name, value in inputs.items() if name != "counts"}
         self.progress.begin_micro_batch(phase, self.state.global_step, inputs)
-        return super()._prepare_inputs(inputs)
-
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PairSampler:
-        """Replaces Transformers' batch_rebalance, whose micro-batches hold unequal numbers of pairs."""
-        self.train_sampler = build_sampler(self.train_dataset, self.config.train, self.settings)
-        return self.train_sampler
-
-    def describe_data(self) -> dict[str, Any]:
-        """For data.json: the hash of the tokens, the order of each epoch, the reference cache of each split, the
-        launch and the models."""
-        order = [self.train_sampler.fingerprint(epoch) for epoch in range(self.train_sampler.epochs)]
-        facts = self.resume_facts()
-        facts = {name: facts[name] for name in ("train_tokens", "launch")}
-        return facts | {"reference": self.reference_facts, "order": order, "models": self.config.model_ids}
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' micro-batches of an optimizer step."""
-        result = super().get_batch_samples(*args, **kwargs)
-        if "sft" in self.loss_types and result[0]:  # a run resumed at its last step has no more
-            counts = torch.stack([count_chosen(batch["completion_mask"]) for batch in result[0]])
-            self.chosen_tokens = self.accelerator.gather(counts.to(self.accelerator.device)).mean().item()
-        return result
+        tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
+        exact = {name: value.to(self.args.device) for name, value in tensors.items() if value.is_floating_point()}
+        return super()._prepare_inputs(inputs) | exact
 
     def _compute_loss(self, model, inputs: dict[str, torch.Tensor], return_outputs: bool):
         """TRL's loss with the reference's log-probs in the batch; its metrics are recorded on its own scale."""
@@ -218,7 +300,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
             forwards.append(model(**kwargs))
             return forwards[-1]
 
-        result = super()._compute_loss(forward, inputs, return_outputs)
+        result = self.trl_loss(forward, inputs, return_outputs)
         self.progress.advance()  # the following calls wait for the other ranks
         logps = forwards[0].log_probs.detach().sum(dim=1)  # [2B], zero outside of the responses
         if self.model.training and not self.step_0_checked and not self.state.global_step:
@@ -227,6 +309,19 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         loss = result[0] if return_outputs else result
         self._record(loss, inputs["completion_mask"], logps, ref_logps, forwards[0])
         return result
+
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: gathers 15 metrics of each micro-batch, for
+    # which the host waits for the GPU and for other ranks. Canary: test_canary_gathered_metrics
+    def trl_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> Any:
+        """TRL's loss, without its metrics."""
+        accelerator = self.accelerator
+        gather = dict.fromkeys(("gather", "gather_for_metrics"), lambda values: torch.zeros(()))  # on the CPU
+        self.accelerator = SimpleNamespace(device=accelerator.device, **gather)
+        try:
+            return super()._compute_loss(model, inputs, return_outputs)
+        finally:
+            self.accelerator = accelerator
+            self._metrics["train" if self.model.training else "eval"].clear()
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: the term sft is the mean over the tokens of
     # a micro-batch, so a response's weight depends on the others in it. Canary: test_canary_sft_weight
@@ -267,6 +362,120 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         if self.is_resumed:
             logs.pop("train_loss", None)  # a mean over the steps since the last start alone
         super().log(logs, start_time)
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+        """Rank r computes rows r, r + ranks, ...; a rank without a last row repeats one, which does not count."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        size = self.args.per_device_eval_batch_size
+        ranks = self.accelerator.num_processes
+        rows = self._eval_rows(dataset)
+        # TRL gathers from all ranks, so they need batches of equal size; the remaining pairs form batches of one
+        full = len(dataset) // (size * ranks) * size
+        batches = [rows[start : start + size] for start in range(0, full, size)]
+        batches += [[row] for row in rows[full:]]
+        if len(rows) < math.ceil(len(dataset) / ranks):
+            batches.append([0])
+        loading = {"num_workers": self.args.dataloader_num_workers, "pin_memory": self.args.dataloader_pin_memory}
+        return DataLoader(dataset, batch_sampler=batches, collate_fn=self.data_collator, **loading)
+
+    def _eval_rows(self, dataset: Dataset) -> list[int]:
+        return list(range(self.accelerator.process_index, len(dataset), self.accelerator.num_processes))
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """Transformers' `evaluate`; in a mapping of sets, the one named HELD_OUT keeps the prefix `eval_`."""
+        prefix = "eval" if metric_key_prefix == f"eval_{HELD_OUT}" else metric_key_prefix
+        return super().evaluate(eval_dataset, ignore_keys, prefix)
+
+    # Upstream: transformers 5.24, trainer.py, Trainer.evaluation_loop: also counts pairs that only pad the last
+    # batch of several ranks; TRL averages its metrics over batches, and logs several held-out sets under one name.
+    # Canary: test_canary_eval_metrics
+    def evaluation_loop(self, dataloader: DataLoader, *args, metric_key_prefix: str = "eval", **kwargs) -> Any:
+        dataset: Any = dataloader.dataset
+        self.eval_sums = MetricSums(len(self._eval_rows(dataset)))
+        self.chosen_tokens = count_trained(dataset, self.args.max_length)[:, 0].mean()
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        for name, value in self.eval_sums.reduce().items():
+            output.metrics[f"{metric_key_prefix}_{name}"] = value
+        return output
+
+    # Upstream: transformers 5.24, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
+    # checkpoints, without a warning; with FULL_STATE_DICT rank 0's memory must also hold the optimizer.
+    # Canary: test_canary_save_model
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the complete model for from_pretrained, under FSDP2 in checkpoints too."""
+        folder = Path(output_dir or self.args.output_dir)
+        self.progress.saving = folder
+        if is_main_process():  # a skipped checkpoint of this step must not look complete while it is rewritten
+            (folder / COMPLETE).unlink(missing_ok=True)
+        if self.is_fsdp_enabled:
+            self._save(str(folder), state_dict=self.accelerator.get_state_dict(self.model))
+        super().save_model(output_dir, _internal_call)
+
+    # Upstream: deepspeed 0.19, checkpoint/utils.py, clone_tensors_for_torch_save: clones a tied weight twice, so
+    # save_pretrained saves it twice under ZeRO-2. Canary: test_canary_tied_weights
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        tied = self.model.all_tied_weights_keys if isinstance(self.model, PreTrainedModel) else {}
+        if state_dict:
+            state_dict = {name: tensor for name, tensor in state_dict.items() if name not in tied}
+        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
+        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle nobody reads
+        for weights in folder.glob("*.safetensors") if self.args.should_save else ():
+            follow_umask(weights)  # safetensors makes files that only their owner can read
+
+    # Upstream: transformers 5.24, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although
+    # save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out): training would continue with the base
+    # model's head; fails on the rope_scaling of Transformers 4's files. Canary: test_canary_load_from_checkpoint
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads every weight of a checkpoint, or raises."""
+        if self.is_fsdp_enabled:
+            load_fsdp_model(self.accelerator.state.fsdp_plugin, self.accelerator, model, resume_from_checkpoint)
+        elif is_peft_model(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            options = {"dtype": self.model.dtype, "device_map": None, "trust_remote_code": self.args.trust_remote_code}
+            self.model.load_state_dict(load_model(resume_from_checkpoint, options).state_dict())
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: TRL would write a card with every checkpoint; report/model_card.py writes one at the end."""
+
+
+def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
+    """A copy of the arguments with the settings of this run, which makes TRL and Transformers leave to this package
+    what it does itself. Callbacks read the fields that differ from the configuration, not from this copy."""
+    derived = copy.copy(args)
+    derived.deepspeed_plugin = copy.copy(args.deepspeed_plugin)  # Trainer fills its "auto" values
+    derived.per_device_train_batch_size = settings.micro_batch
+    derived.gradient_accumulation_steps = settings.accumulation_steps
+    batch = {name: getattr(derived, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
+    derived.to_dict = functools.partial(dict, args.to_dict() | batch)  # trackers such as W&B record it
+    derived.eval_on_start = settings.eval_on_start
+    derived.logging_nan_inf_filter = False  # it would log a NaN loss as 0
+    derived.model_init_kwargs = None  # TRL warns that it ignores them; see load_model
+    derived.push_to_hub = False  # hub/callback.py
+    derived.save_total_limit = None  # run/checkpoint.py, `rotate`: after a checkpoint is marked complete
+    derived.remove_unused_columns = False  # the collator reads one more
+    derived.use_cache = True  # saved in config.json; the forwards of training set it to false themselves
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: padding_free warns and pads; sets use_reentrant,
+    # which LoRA needs under ZeRO-3, under a deprecated name that Trainer does not read. Canary: test_canary_arguments
+    derived.padding_free = False
+    derived.gradient_checkpointing = derived.activation_checkpointing = settings.checkpointed_layers > 0
+    kwargs = {"every_n_layers": 1} | (args.activation_checkpointing_kwargs or {})  # TRL would not add to an empty one
+    derived.gradient_checkpointing_kwargs = derived.activation_checkpointing_kwargs = kwargs  # so both names have it
+    # Upstream: transformers 5.24, trainer.py, Trainer._build_accelerator_args: torch_compile compiles all layers
+    # into one graph; no field selects accelerate's regional compilation. Canary: test_canary_torch_compile
+    derived.torch_compile = False
+    derived.torch_compile_backend = None
+    derived.torch_compile_mode = None
+    copying = {"non_blocking": args.dataloader_pin_memory}  # the host need not wait until a batch is on the GPU
+    if launched_with() == "fsdp":
+        # Upstream: transformers 5.24, trainer.py, Trainer._run_epoch: enters no_sync for all but the last micro-batch
+        # of a step, so FSDP2 keeps all gradients on each rank. Canary: test_canary_sync_each_batch
+        copying["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
+    derived.accelerator_config = dataclasses.replace(args.accelerator_config, **copying)
+    return derived
 
 
 def load_configured_model(config: Config) -> PreTrainedModel:

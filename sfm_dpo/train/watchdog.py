@@ -24,8 +24,7 @@ from sfm_dpo.common.distributed import is_main_process, rank, world_size
 from sfm_dpo.common.errors import HUNG
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.run.checkpoint import newest_checkpoint
-from sfm_dpo.run.files import COLLECTIVES, read_file
-from sfm_dpo.run.folder import ENVIRONMENT, State, write_status
+from sfm_dpo.run.folder import COLLECTIVES, ENVIRONMENT, State, read_file, write_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.train.callbacks import Progress
 
@@ -47,7 +46,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         if is_main_process():
             shutil.rmtree(self.heartbeats, ignore_errors=True)  # of an earlier start
-            self.stacks.mkdir(exist_ok=True)  # NCCL writes there too, see run/launch.py
+            self.stacks.mkdir(exist_ok=True)  # NCCL writes there too, see cluster/launch.py
         if timeout:
             self._thread.start()
 

@@ -12,7 +12,7 @@ from sfm_dpo.common.cli import command, reads_runs
 from sfm_dpo.common.distributed import explain_missing_gpus
 from sfm_dpo.common.errors import GuardStopped, UserError
 from sfm_dpo.common.files import PROJECT, format_table, write_atomically
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 
 
 @pytest.mark.parametrize(

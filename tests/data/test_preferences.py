@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset, Features, Image, concatenate_datasets
 
 from sfm_dpo.common.errors import DiskFull, UserError
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.data.preferences import load_pairs, normalize_pair, read_transcript
 from sfm_dpo.data.sources import explain_cache_errors, load_rows

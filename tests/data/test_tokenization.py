@@ -10,7 +10,7 @@ from tokenizers import processors
 from trl import DPOTrainer
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data import tokenization
 from sfm_dpo.data.lengths import count_trained
 from sfm_dpo.data.pairs import describe_ignored

@@ -38,7 +38,7 @@ def uninterrupted(place):
 
 def run_here(patch: pytest.MonkeyPatch, values: dict, hf_home: Path, code: int = 0) -> Run:
     """A run in this process, without its log and report: it saves the seconds of importing packages."""
-    patch.setattr("sfm_dpo.jobs.training_run.write_report", lambda run: None)
+    patch.setattr("sfm_dpo.training_run.write_report", lambda run: None)
     patch.setattr(reference_cache, "HF_CACHE_HOME", str(hf_home))
     assert train_dpo.main(as_options(values)) == code
     return Run(values["output_dir"], Path(os.devnull), 0, None)

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer
 
 import train_dpo
-from sfm_dpo.jobs import training_run
+from sfm_dpo import training_run
 
 compute_loss = train_dpo.SFMDPOTrainer._compute_loss
 

@@ -9,8 +9,7 @@ from transformers import TrainerCallback
 
 import train_dpo
 from sfm_dpo.run.checkpoint import KEEP, MAX_AWAITED, STOP, checkpoints
-from sfm_dpo.run.files import HEALTH, SAMPLES, STATUS, TRAINER_STATE, read_file
-from sfm_dpo.run.folder import LOG
+from sfm_dpo.run.folder import HEALTH, LOG, SAMPLES, STATUS, TRAINER_STATE, read_file
 from sfm_dpo.train import reference_cache
 from tests.toolbox import as_options, without_times
 

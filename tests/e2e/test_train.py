@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
 from scripts import plan
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.planning.dataset import analyze_dataset
 from tests.e2e.runs import FIELDS
 from tests.toolbox import as_options, error_line, logged, on_cpu, pairs, write_jsonl

@@ -22,7 +22,7 @@ import train_dpo
 from scripts import check_config
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.hub.upload import check_access
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.run.checkpoint import KEEP, PUSHING, mark_pushed, rotate

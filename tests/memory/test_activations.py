@@ -22,11 +22,11 @@ SHAPE |= {"pad_token_id": 256, "bos_token_id": None, "eos_token_id": 259}
 # heap is given back and the peak that Linux remembers is reset.
 MEASURE = """
 import ctypes, gc, json, sys
-import sfm_dpo.jobs.training_run
+import sfm_dpo.training_run
 import train_dpo
 from tests.toolbox import on_cpu
 
-sfm_dpo.jobs.training_run.write_report = lambda run: None
+sfm_dpo.training_run.write_report = lambda run: None
 
 def status(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
 from sfm_dpo.memory.planner import FIXED_TOKENS, MemoryPlanner, choose_candidate

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.memory.planner import MemoryPlanner
 from sfm_dpo.model.sharding import fit_buckets, zero_config
 from tests.e2e.runs import clean_environment, launcher

@@ -18,7 +18,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from bench.count import ByteCounter
 from sfm_dpo.model.attention import PACKED, _sdpa_by_sequence, boundary_arguments
-from sfm_dpo.model.layers import blocks, compile_layers
+from sfm_dpo.model.loading import blocks, compile_layers
 from sfm_dpo.model.packing import enable_padding_free
 from tests.model.test_packing import make_pairs
 from tests.tiny_models import tiny_model

@@ -20,7 +20,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from sfm_dpo.common.distributed import disable_deepspeed_shm, load_only_tensors
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.model.loading import load_model, load_model_config, meta_model
 from sfm_dpo.model.sharding import keep_precision
 from tests.tiny_models import tiny_config, tiny_model

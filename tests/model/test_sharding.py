@@ -5,8 +5,7 @@ from transformers import AutoConfig
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.model.layers import blocks, checkpoint_layers
-from sfm_dpo.model.loading import meta_model
+from sfm_dpo.model.loading import blocks, checkpoint_layers, meta_model
 from sfm_dpo.model.sharding import fit_buckets, zero_config
 from tests.tiny_models import tiny_config, tiny_model
 

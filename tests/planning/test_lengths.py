@@ -14,7 +14,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer, tokenize_pairs
-from sfm_dpo.planning import dataset_report
+from sfm_dpo.planning import dataset
 from sfm_dpo.planning.dataset import analyze_dataset
 from sfm_dpo.planning.length_advice import CANDIDATES, PERCENTILES, STEPS, analyze_lengths, list_lengths
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
@@ -171,7 +171,7 @@ def test_what_the_printed_values_cut_together(lead, longest_prompt, analyze, tin
         prompt = [*lead, user(f"{i} " + "p" * size)]
         sides = {name: "a" * int(rng.integers(60, 150)) + name for name in ("chosen", "rejected")}
         rows.append({name: [*prompt, assistant(text)] for name, text in sides.items()})
-    printed = dataset_report.format_analysis(analyze(rows, min_coverage=0.95))
+    printed = dataset.format_analysis(analyze(rows, min_coverage=0.95))
     values = yaml.safe_load(printed[printed.index("\nmax_length:") :])
     slow = slow_tokens(rows, AutoTokenizer.from_pretrained(tiny_folder("llama")))
     row = slow_row(slow, **values)
@@ -278,9 +278,9 @@ def test_how_the_sides_differ(analyze):
     tokens = row["sides"]["tokens"]
     assert tokens["chosen_more"] == 1 and tokens["difference"] > 0
     title = "How chosen and rejected answers differ"
-    [_, cells] = dataset_report.build_tables(result)[title]
+    [_, cells] = dataset.build_tables(result)[title]
     assert cells[1:] == ["40", f"{tokens['chosen']:,.0f} / {tokens['rejected']:,.0f}"]
-    printed = dataset_report.format_analysis(result)
+    printed = dataset.format_analysis(result)
     assert title in printed and cells[2] in printed
 
 

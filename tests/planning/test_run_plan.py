@@ -12,7 +12,7 @@ from scripts import plan
 from sfm_dpo.common.distributed import CPU_ONLY
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT, write_json
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.planning.run_plan import Efficiency, Planner, format_plan, read_efficiency
 from tests.tiny_models import tiny_config

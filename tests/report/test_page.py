@@ -13,7 +13,7 @@ from sfm_dpo.common.statistics import wilson
 from sfm_dpo.report.model_card import hide_paths, write_model_card
 from sfm_dpo.report.page import changed_fields, format_summary, format_yaml, last_user_turn, main, write_report
 from sfm_dpo.report.plots import PANELS, draw_curves
-from sfm_dpo.run.files import read_file
+from sfm_dpo.run.folder import read_file
 from sfm_dpo.run.reader import describe_calibration, describe_run, judge_learning, read_run
 from tests.toolbox import edit
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import TrainConfig
+from sfm_dpo.config.fields import TrainConfig
 from sfm_dpo.model.sharding import checkpoint_bytes
 from sfm_dpo.run.checkpoint import (
     COLLAPSE_STEPS,

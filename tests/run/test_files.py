@@ -7,7 +7,7 @@ import pytest
 
 from scripts import compare_runs, status
 from sfm_dpo.report import page
-from sfm_dpo.run.files import RUN_FILES, TRAINER_STATE, read_file
+from sfm_dpo.run.folder import RUN_FILES, TRAINER_STATE, read_file
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import yaml
 
 from scripts import check_config
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run import folder
 from sfm_dpo.run.folder import (
     ENVIRONMENT,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run.checkpoint import COMPLETE, newest_checkpoint, rotate, step_of, why_incomplete
 from sfm_dpo.run.folder import describe
 from sfm_dpo.run.start import Origin, Start, begin, decide

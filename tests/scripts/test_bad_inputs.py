@@ -1,4 +1,4 @@
-"""Wrong input to every command: one line that names field, value and remedy. Fields of a recipe: test_config.py."""
+"""Wrong input to every command: one line that names field, value and remedy. Recipes: config/test_fields.py."""
 
 import gzip
 import importlib.util
@@ -254,21 +254,6 @@ def test_each_node_chooses_its_folder_for_kernels(mine, tmp_path):
     two = f"{tmp_path}/2/sfm-dpo-{os.getuid()}"
     assert f"TRITON_CACHE_DIR={mine or f'{two}/triton'}\n" in done.stdout, done.stderr
     assert f"TORCHINDUCTOR_CACHE_DIR={two}/inductor\n" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("script", "instead"),
-    [
-        ("sweep", "loop of sbatch"),
-        ("average", "mergekit"),
-        ("make_pairs", "datasets' map"),
-        ("parity", "each start compares"),
-    ],
-)
-def test_a_removed_command_names_what_to_use_instead(script, instead):
-    command = [sys.executable, ROOT / f"scripts/{script}.py", "--old", "option"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert_one_line(done.returncode, done.stderr, [f"{script}.py: removed; ", instead])
 
 
 def assert_one_line(code: int, stderr: str, parts: list[str]) -> None:

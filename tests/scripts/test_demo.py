@@ -7,7 +7,7 @@ from pathlib import Path
 import demo
 import pytest
 
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.preferences import load_pairs
 
 ROOT = Path(__file__).resolve().parents[2]

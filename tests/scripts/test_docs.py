@@ -17,8 +17,8 @@ from accelerate.commands.launch import launch_command_parser
 
 from bench.lengths import MAX_LENGTH, sample_lengths
 from sfm_dpo.common.errors import HUNG, RunEnd
-from sfm_dpo.config import DATACLASSES, FIELD_GROUPS, MIGRATION, FieldParser, TrainConfig
-from sfm_dpo.config_effects import MAY_CHANGE
+from sfm_dpo.config.effects import MAY_CHANGE
+from sfm_dpo.config.fields import DATACLASSES, FIELD_GROUPS, MIGRATION, FieldParser, TrainConfig
 from tests.commands import PAGES, ROOT, text
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))

@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run.folder import describe
 from tests.slurm.cluster import Cluster
 from tests.toolbox import as_options

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from sfm_dpo.run.checkpoint import why_incomplete
-from sfm_dpo.run.files import read_file
-from sfm_dpo.run.folder import read_status
+from sfm_dpo.run.folder import read_file, read_status
 from tests.slurm.jobs import CPU, end_of, log_of, stand_in, train
 from tests.toolbox import logged, wait_for
 
@@ -154,7 +153,7 @@ def test_a_stop_during_the_node_check_requeues(cluster, project, tmp_path, how):
 
 HANGS = """
 import json, os, pathlib
-from sfm_dpo.run.files import read_file
+from sfm_dpo.run.folder import read_file
 from sfm_dpo.run.folder import ENVIRONMENT, write_status
 
 run = pathlib.Path("outputs/hangs")

@@ -9,7 +9,7 @@ import shutil
 import evaluate
 import pytest
 
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run.folder import read_status
 from tests.commands import runnable
 from tests.project import link

@@ -13,13 +13,12 @@ from unittest.mock import Mock
 import pytest
 
 import train_dpo
+from sfm_dpo import training_run
 from sfm_dpo.common.errors import UserError, user_input
-from sfm_dpo.jobs import training_run
 from sfm_dpo.report.page import write_report
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
-from sfm_dpo.run.files import DATA, read_file
-from sfm_dpo.run.folder import read_status
+from sfm_dpo.run.folder import DATA, read_file, read_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run
 from sfm_dpo.train.callbacks import ProgressLine

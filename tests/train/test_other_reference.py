@@ -12,7 +12,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 import train_dpo
-from sfm_dpo.run.files import read_file
+from sfm_dpo.run.folder import read_file
 from sfm_dpo.train import reference_cache
 from sfm_dpo.train.frozen_model import FrozenModel
 from tests.e2e.test_oracle import measure

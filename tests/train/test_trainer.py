@@ -15,15 +15,14 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.config import parse_config
+from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.model.packing import find_shared
 from sfm_dpo.train.metrics import MetricSums, loss_scale, share_above, step_0_tolerance
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.settings import Settings
-from sfm_dpo.train.trainer import SFMDPOTrainer
-from sfm_dpo.train.upstream import arguments_for_trl
+from sfm_dpo.train.trainer import SFMDPOTrainer, arguments_for_trl
 from tests.e2e.test_oracle import measure
 from tests.tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.toolbox import PLAIN, as_options

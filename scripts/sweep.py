@@ -1,1 +1,0 @@
-import _removed  # noqa: F401

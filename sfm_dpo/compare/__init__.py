@@ -1,1 +1,0 @@
-"""Why two runs, or two code paths, differ."""

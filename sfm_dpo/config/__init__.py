@@ -1,0 +1,1 @@
+"""The configuration: its fields, their checks, and what each of them affects."""

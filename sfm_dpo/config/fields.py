@@ -1,0 +1,430 @@
+"""Configuration: TRL's dataclasses with OLMo 3's defaults, filled from a YAML recipe and the command line.
+
+Precedence: defaults < recipe (`--config`) < command line. A recipe's values become argparse's defaults.
+"""
+
+import argparse
+import csv
+import dataclasses
+import functools
+import json
+import logging
+import netrc
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from transformers import SchedulerType
+from transformers.hf_argparser import HfArg
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_peft_config
+from trl.scripts.utils import DatasetConfig
+
+from sfm_dpo.common import distributed
+from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
+from sfm_dpo.config.checks import LOSS_TYPES, check_fields, check_known
+
+
+@dataclass
+class TrainConfig(DPOConfig):
+    """TRL's DPOConfig, with OLMo 3's DPO hyperparameters as defaults (Olmo 3 report, Table 48) and our few fields."""
+
+    output_dir: str = HfArg(default="outputs/dpo", help="Folder of the run.")
+    # The objective: open-instruct's `dpo_norm` with beta 5.
+    loss_type: list[str] = HfArg(default_factory=lambda: ["sigmoid_norm"], help=f"Any of {', '.join(LOSS_TYPES)}.")
+    beta: float = HfArg(default=5.0, help="Inverse temperature of the implicit reward.")
+    learning_rate: float = HfArg(default=1e-6, help="Peak learning rate of AdamW.")
+    lr_scheduler_type: SchedulerType = HfArg(default="linear", help="Learning rate schedule.")
+    warmup_steps: float = HfArg(default=0.1, help="Warmup steps; below 1, a share of all steps.")
+    num_train_epochs: float = HfArg(default=1.0, help="Number of passes over the training pairs.")
+    save_total_limit: int | None = HfArg(default=2, help="Number of checkpoints to keep; at least 2.")
+    logging_steps: float = HfArg(default=1, help="Steps between log entries.")
+    eval_steps: float | None = HfArg(default=10, help="Steps between evaluations with eval_strategy steps.")
+    report_to: list[str] = HfArg(default_factory=lambda: ["none"], help="wandb, trackio, tensorboard, ..., or none.")
+    # Rank 0 tokenises while the others wait; the process group's default of 30 minutes is too short for that.
+    ddp_timeout: int = HfArg(default=14400, help="Seconds that a collective may wait.")
+    hang_timeout: int = HfArg(default=1800, help="Seconds without progress after which the run ends; 0: never.")
+    global_batch_size: int = HfArg(default=128, help="Pairs per optimizer step, over all processes.")
+    ref_model_name_or_path: str | None = HfArg(default=None, help="Reference model; default: the base model.")
+    # Data
+    dataset_name: str | None = HfArg(default=None, help="Hub id, or a local .json/.jsonl/.parquet file or folder.")
+    dataset_config: str | None = HfArg(default=None, help="Configuration name of a Hub dataset.")
+    dataset_train_split: str = HfArg(default="train", help="Split to train on.")
+    max_samples: int | None = HfArg(default=None, help="Use a random sample of this many pairs, drawn with `seed`.")
+    eval_fraction: float = HfArg(
+        default=0.0, help="Share of the pairs held out for evaluation, by prompt, drawn with `seed`."
+    )
+    eval_datasets: str | None = HfArg(default=None, help="More held-out sets: {math: m.jsonl, code: {path: org/set}}.")
+    max_prompt_length: int | None = HfArg(default=None, help="Keep only the last tokens of a longer prompt.")
+    overlong: Literal["truncate", "drop"] = HfArg(default="truncate", help="Pairs beyond max_length.")
+    truncation_mode: Literal["keep_start"] = HfArg(default="keep_start", help="Truncation keeps the first tokens.")
+    mask_tool_results: bool = HfArg(default=True, help="Do not train on the results of tool calls (docs/data.md).")
+    max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows is unusable.")
+    # Filters (docs/data.md)
+    filter_script: str | None = HfArg(default=None, help="Python file; its keep(row) decides which rows to use.")
+    drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Drop repeats of a pair or prompt.")
+    # Speed; what is decided where a field is unset is in train/settings.py
+    per_device_train_batch_size: int | None = HfArg(default=None, help="Pairs in a micro-batch.")
+    train_sampling_strategy: Literal["batch_rebalance", "random"] = HfArg(
+        default="batch_rebalance", help="Order of the pairs, and which of them share a micro-batch."
+    )
+    padding_free: bool | None = HfArg(default=None, help="Pack sequences instead of padding them.")
+    precompute_ref_log_probs: bool = HfArg(default=True, help="Compute reference log-probs once and cache them.")
+    prefix_sharing: bool | None = HfArg(default=None, help="Compute a prompt once for both answers.")
+    # auto: the fastest that calibration has compared, else FA2
+    flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(default="auto", help="Kernel for packed attention.")
+    memory_gib: float | None = HfArg(default=None, help="GiB that a process may use; default: 90% of what there is.")
+    checkpointed_layers: int | None = HfArg(default=None, help="Layers to checkpoint, evenly spread.")
+    profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile.")
+    eval_command: str | None = HfArg(default=None, help="Command to evaluate each checkpoint (docs/evaluation.md).")
+    # Hub (docs/hub.md)
+    push_to_hub: bool = HfArg(default=False, help="Push the finished model, or each checkpoint (hub_strategy).")
+    hub_private_repo: bool | None = HfArg(default=True, help="Create new repositories as private.")
+    # Trainer's other strategies, checkpoint and all_checkpoints, would also push the optimizer: 80 GB for a 7B model
+    hub_strategy: Literal["end", "every_save"] = HfArg(default="end", help="Push at the end, or every checkpoint.")
+    hub_revision: str | None = HfArg(default=None, help="Branch to push to; {step} gives each checkpoint its own.")
+    # Safety (docs/health.md)
+    preflight: Literal["skip", "warn", "abort"] = HfArg(default="abort", help="Check before training; end on a no-go.")
+    preflight_only: bool = HfArg(default=False, help="End after the preflight; the next start trains.")
+    preflight_samples: int = HfArg(default=256, help="Pairs to compute without a reference cache.")
+    guard: Literal["skip", "warn", "stop"] = HfArg(default="stop", help="Check while training; stop: end on collapse.")
+    guard_generations: int = HfArg(default=0, help="Steps between test generations; needs eval_fraction.")
+    allow_unnormalized_beta: bool = HfArg(default=False, help="Allow beta >= 1 with a loss on summed log-probs.")
+    verify_checkpoints: bool = HfArg(default=True, help="Verify a checkpoint's checksums before resuming.")
+
+    def __post_init__(self) -> None:
+        unset = dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"))
+        is_unset = all(vars(self)[name] is None for name in unset)
+        super().__post_init__()
+        if is_unset:  # which transformers takes for false
+            self.__dict__.update(unset)
+
+
+DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
+
+MIGRATION = Path(__file__).with_name("migration.csv")  # also the tables of docs/migration.md
+_NULL = "tag:yaml.org,2002:null"
+_construct = yaml.SafeLoader("").construct_document  # a node's value, typed by YAML's rules
+_OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
+
+
+@dataclass
+class Config:
+    """A run: `train` (TRL's DPOConfig and ours), `model` (TRL's ModelConfig), `data` (a mixture, or empty)."""
+
+    train: TrainConfig
+    model: ModelConfig
+    data: DatasetMixtureConfig
+    tracking: str  # which trackers work, for the log
+    model_field: str = "model_name_or_path"  # the field that errors about the model name
+    model_ids: dict[str, str] = dataclasses.field(default_factory=dict)  # by field, as `identify_model` found them
+
+    @property
+    def revision(self) -> str:
+        """The model's commit on the Hub, once it is known; transformers ignores it where the model is a folder."""
+        return self.model_ids.get(self.model_field, self.model.model_revision)
+
+    @property
+    def reference(self) -> "Config":
+        """This configuration with the model of ref_model_name_or_path as the policy."""
+        name = self.train.ref_model_name_or_path
+        model = dataclasses.replace(self.model, model_name_or_path=name, model_revision="main")
+        return dataclasses.replace(self, model=model, model_field="ref_model_name_or_path")
+
+    @property
+    def parts(self) -> list["Config"]:
+        """This configuration and, if another reference is set, `reference`."""
+        return [self, self.reference] if self.train.ref_model_name_or_path else [self]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The resolved configuration as plain YAML types, without secrets; `--config` reads it back."""
+        values = {
+            f.name: getattr(part, f.name)
+            for part in (self.train, self.model, self.data)
+            for f in dataclasses.fields(part)
+            if f.init
+        }
+        return json.loads(json.dumps(values, default=dataclasses.asdict))  # json writes these enums as strings
+
+
+# The fields that --help and docs/reference.md list: ours, and those of TRL that a recipe is likely to set
+FIELD_GROUPS = {
+    "Model": """model_name_or_path model_revision ref_model_name_or_path trust_remote_code dtype attn_implementation
+        model_init_kwargs use_peft lora_r lora_alpha lora_dropout lora_target_modules""",
+    "Data": """dataset_name dataset_config dataset_train_split datasets max_samples eval_fraction eval_datasets
+        max_length max_prompt_length truncation_mode max_dropped_fraction filter_script drop_duplicates
+        overlong mask_tool_results dataset_num_proc""",
+    "Objective and optimizer": """loss_type loss_weights beta label_smoothing allow_unnormalized_beta learning_rate
+        lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps weight_decay max_grad_norm
+        optim router_aux_loss_coef""",
+    "Batch, memory and speed": """global_batch_size per_device_train_batch_size per_device_eval_batch_size memory_gib
+        gradient_checkpointing checkpointed_layers padding_free prefix_sharing flash_attention
+        precompute_ref_log_probs precompute_ref_batch_size train_sampling_strategy torch_compile bf16 use_cpu
+        profile_steps""",
+    "Preflight, guard and resume": """preflight preflight_only preflight_samples guard guard_generations hang_timeout
+        ddp_timeout verify_checkpoints resume_from_checkpoint full_determinism seed""",
+    "Output and evaluation": """output_dir run_name logging_steps logging_first_step report_to eval_strategy eval_steps
+        eval_command save_strategy save_steps save_total_limit""",
+    "Hugging Face Hub": "push_to_hub hub_model_id hub_strategy hub_revision hub_private_repo",
+}
+# What is shown as the default of a field whose own default is None
+_EFFECTIVE = {
+    "per_device_train_batch_size": "chosen by memory",
+    "gradient_checkpointing": "chosen by memory",
+    "checkpointed_layers": "chosen by memory",
+    "bf16": "True on a GPU",
+    "padding_free": "True where possible",
+    "prefix_sharing": "True where possible",
+    "use_peft": "False",
+}
+
+
+class FieldParser(TrlParser):
+    def __init__(self) -> None:
+        super().__init__(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
+        self.set_defaults(gradient_checkpointing=None)  # chosen by memory
+        self.set_defaults(use_peft=None)  # a field of LoRA without it is refused
+        self.fields = {action.dest: action for action in reversed(self._actions) if action.dest != "help"}
+        for name, action in self.fields.items():
+            if name in _OPTIONAL or action.nargs == "+":
+                action.type = accept_empty(action.type)
+        self.add_argument("--config", help="YAML recipe; its keys are the fields below")
+
+    def format_help(self) -> str:  # argparse would print a thousand lines
+        lines = ["usage: train_dpo.py --config RECIPE [--field value ...]"]
+        for group, names in FIELD_GROUPS.items():
+            lines += ["", f"{group}:"]
+            for name in names.split():
+                default, meaning = self.describe(name)
+                lines.append(f"  --{name} [{default}]\n      {meaning}")
+        lines += ["", "All other fields of TRL's DPOConfig and ModelConfig are accepted, too."]
+        return "\n".join(lines) + "\n"
+
+    def describe(self, name: str) -> tuple[str, str]:
+        """Default and meaning of a field: the first sentence of its help."""
+        default = _EFFECTIVE.get(name, self.fields[name].default)
+        if isinstance(default, list):
+            default = " ".join(default)
+        shown = "none" if default in (None, "") else str(getattr(default, "value", default))
+        meaning = " ".join(str(self.fields[name].help).replace("%%", "%").split())
+        return shown, meaning.partition(". ")[0].rstrip(".") + "."
+
+    def error(self, message: str):  # argparse would print several hundred lines of usage
+        raise UserError(f"{message} (see --help)")
+
+
+def accept_empty(to_type: Any) -> Callable[[str], Any]:
+    """For `type=`: `to_type`, but an empty text becomes None, so that `--field=` empties a recipe's field; so does the
+    word None, which is text to YAML."""
+
+    @functools.wraps(to_type)
+    def read(text: str) -> Any:
+        return None if text in ("", "None") else to_type(text)
+
+    return read
+
+
+def parse_config(argv: list[str], world_size: int | None = None, training: bool = True) -> Config:
+    """Reads `--config RECIPE` and the overrides after it. Raises UserError for wrong values and combinations.
+
+    `world_size` defaults to the launcher's; `training` is False for a command that only reads a recipe on a CPU node.
+    """
+    parser = FieldParser()
+    namespace = parse_fields(parser, argv)
+    if namespace.beta < 1 and namespace.loss_type is parser.fields["loss_type"].default:
+        text = "beta is below 1, but loss_type is not set, and its default here is sigmoid_norm; TRL's is sigmoid"
+        logging.getLogger("sfm_dpo").warning(text)
+    world_size = world_size or distributed.world_size()
+    if not training:  # one process on a CPU
+        world_size = 1
+        vars(namespace).update(use_cpu=True, bf16=False, fp16=False, dtype=None)
+    problems: list[str] = []
+    if not namespace.use_cpu and (reason := distributed.explain_missing_gpus()):
+        problems.append(f"{reason}. To train on the CPU anyway, set --use_cpu true")
+    # accelerate's launcher drops a DeepSpeed config file's `use_cpu`, and without it accelerate finds no backend:
+    # each CPU process would act as the only one.
+    namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
+    if namespace.bf16 is None:
+        namespace.bf16 = not namespace.use_cpu and not namespace.fp16  # TRL's default is true everywhere
+    namespace.dtype = namespace.dtype or "float32"
+    if namespace.hub_token:  # trackers record the arguments, and other users can read a command line
+        problems.append("hub_token: would be stored with the run; put HF_TOKEN into .env instead")
+    problems += check_fields(namespace, world_size, training)
+    if namespace.eval_strategy == "no" and namespace.eval_steps not in (None, TrainConfig.eval_steps):
+        problems.append(f"eval_steps {namespace.eval_steps:g}: has no effect; set eval_strategy: steps, or remove it")
+    tracking = ""
+    with collect_errors(problems):
+        namespace.report_to, tracking = resolve_report_to(namespace.report_to)
+    raise_all(problems, namespace.config)
+    if namespace.dataset_num_proc:  # more processes than cores only take memory
+        namespace.dataset_num_proc = min(namespace.dataset_num_proc, len(os.sched_getaffinity(0)))
+    namespace.use_peft = bool(namespace.use_peft)
+    with user_input("configuration"):
+        get_peft_config(namespace)  # checks the LoRA fields
+        train, model, data = parser.parse_dict(vars(namespace), allow_extra_keys=True)
+    target = model.lora_target_modules
+    if isinstance(target, str) and target.isidentifier():  # TRL's form of a single name, a pattern to PEFT
+        model.lora_target_modules = [target]
+    for name, value in vars(train).items():
+        if name.endswith("_kwargs") and not isinstance(value, dict | None):
+            raise UserError(f"{name} {value}: give a mapping, such as {{a: 1}}")
+    if training:
+        check_optimizer(train)
+    return Config(train, model, data, tracking)
+
+
+def raise_all(problems: list[str], recipe: str | None) -> None:
+    """Raises UserError with all `problems`, if there are any."""
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        items = [f"\n- {problem.removeprefix(f'{recipe}: ')}" for problem in problems]
+        raise UserError(f"{len(problems)} fields to correct in {recipe or 'the options'}:{''.join(items)}")
+
+
+def check_optimizer(args: TrainConfig) -> None:
+    """Builds the optimizer and the schedule for a single weight. Raises UserError if the libraries refuse that."""
+    from transformers import Trainer, get_scheduler  # the first takes seconds
+
+    layer = torch.nn.Linear(1, 1)
+    remedy = "choose another, or install what it needs"
+    with user_input(f"optim {args.optim.value}, optim_args {args.optim_args}", remedy):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=args.learning_rate)
+        if not args.optim_target_modules:  # they choose among the model's layers
+            optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, layer)
+            optimizer_class(layer.parameters(), **options)
+    steps = max(args.max_steps, 1000)
+    schedule = (optimizer, args.get_warmup_steps(steps), steps, args.lr_scheduler_kwargs)
+    kind = args.lr_scheduler_type
+    with user_input(f"lr_scheduler_type {kind.value}, lr_scheduler_kwargs {args.lr_scheduler_kwargs}"):
+        get_scheduler(kind, *schedule)
+
+
+def parse_fields(parser: FieldParser, argv: list[str]) -> argparse.Namespace:
+    """The values of all fields, from the command line, else the recipe, else the defaults."""
+    problems: list[str] = []
+    options: list[str] = []
+    recipe = parser.parse_known_args(argv)[0].config
+    if recipe is not None:
+        options = read_recipe(recipe, parser, problems)
+    namespace, extra = parser.parse_known_args([*options, *argv])
+    for option in [arg.split("=")[0] for arg in extra]:
+        if option.startswith("--"):
+            problems.append(f"unknown option {option}{explain_unknown(option.lstrip('-'), parser.fields, '--')}")
+    if extra and not problems:
+        near = f"; did you mean --config {extra[0]}?" if extra[0].endswith((".yaml", ".yml")) else ""
+        problems.append(f"unknown option {extra[0]}{near}")
+    raise_all(problems, recipe)
+    for name in ("model_name_or_path", "ref_model_name_or_path", "resume_from_checkpoint"):
+        if path := vars(namespace)[name]:
+            setattr(namespace, name, os.path.expanduser(path))
+    for name, value in vars(namespace).items():
+        if value == [None]:  # an emptied list
+            setattr(namespace, name, None if name in _OPTIONAL else [])
+    return namespace
+
+
+@functools.cache
+def read_migration() -> dict[str, str]:
+    """By field of other trainers and of earlier versions: what to write here instead."""
+    rows: dict[str, str] = {}
+    with MIGRATION.open(newline="") as file:
+        for row in csv.DictReader(file):
+            here = row["here"] or "none"
+            note = f" ({row['remark']})" if row["remark"] else ""
+            rows.setdefault(row["field"].split(".")[-1], here + note)
+    return rows
+
+
+def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of an error message: what to write instead of another trainer's field, or the known name near `name`."""
+    field_name = name.replace("-", "_").split(".")[-1]
+    if field_name in read_migration():
+        return f"; here: {read_migration()[field_name]}, see docs/migration.md"
+    return nearest(field_name, known, prefix)
+
+
+def read_recipe(path: str, parser: FieldParser, problems: list[str]) -> list[str]:
+    """A recipe's fields as options of the command line; `datasets` becomes a default. Adds what is unknown to
+    `problems`."""
+    options: list[str] = []
+    for name, node in read_nodes(path).items():
+        with collect_errors(problems), user_input(f"{path}: {name}"):
+            if name == "datasets":
+                parser.set_defaults(datasets=read_mixture(node, path))
+            elif name in parser.fields:
+                options += read_option(name, node, parser.fields[name])
+            elif node.tag != _NULL or name not in read_migration():  # as in the resolved_config.yaml of an old run
+                raise UserError(f"{path}: unknown field {name!r}{explain_unknown(name, parser.fields)}")
+    return options
+
+
+def read_nodes(path: str) -> dict[str, yaml.Node]:
+    """The top level of a recipe, as nodes that keep scalars as written: YAML reads `no` as false and 1e-6 as text."""
+    if not Path(path).is_file():
+        raise UserError(f"--config {path}: no such file")
+    with user_input(f"{path} is not valid YAML"):
+        root = yaml.compose(Path(path).read_text(), yaml.SafeLoader)
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{path} is not valid YAML: a recipe is a mapping such as 'beta: 5'")
+    nodes: dict[str, yaml.Node] = {}
+    for key, node in root.value:
+        name = str(key.value)
+        if name in nodes:  # PyYAML would take the last one
+            raise UserError(f"{path}: {name} is given twice; keep one")
+        nodes[name] = node
+    return nodes
+
+
+def read_option(name: str, node: yaml.Node, action: argparse.Action) -> list[str]:
+    """A field of a recipe as words of a command line; argparse converts and checks them."""
+    if node.tag == _NULL and action.default is None:
+        return []
+    if node.tag == _NULL and name not in _OPTIONAL:
+        raise UserError(f"{name} is empty; give it a value, or remove the line for the default")
+    if action.nargs == "+" and isinstance(node, yaml.SequenceNode):
+        items = [str(item.value) for item in node.value]
+        return [f"--{name}", *items] if items else [f"--{name}="]
+    text = "" if node.tag == _NULL else node.value
+    if not isinstance(node, yaml.ScalarNode):
+        text = json.dumps(_construct(node), default=str)
+    return [f"--{name}={text}"]
+
+
+def read_mixture(node: yaml.Node, recipe: str) -> list[DatasetConfig]:
+    """A recipe's `datasets`."""
+    where = f"{recipe}: datasets"
+    with user_input(where, "give a list of mappings such as {path: org/set, split: train, fraction: 0.5}"):
+        entries = [DatasetConfig(**entry) for entry in _construct(node)]
+    fractions = [entry.fraction for entry in entries]
+    good = [isinstance(share, int | float) and share > 0 for share in fractions]
+    if set(fractions) - {None} and not all(good):
+        raise UserError(f"{where}: fraction {fractions}: must be a number above 0 in all entries, or in none")
+    return entries
+
+
+def has_wandb_login() -> bool:
+    """Whether `wandb login` has stored a key in ~/.netrc. wandb.login would fix the run's id, which is set later."""
+    try:
+        hosts = netrc.netrc(os.environ.get("NETRC")).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any("wandb" in host or host == "api.forge.coreweave.com" for host in hosts)
+
+
+def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
+    """The trackers that can work here, and a log line naming them. A batch job must not wait at W&B's login prompt."""
+    trackers = [tracker for tracker in report_to if tracker != "none"]
+    for tracker in trackers:
+        check_known("report_to", tracker, INTEGRATION_TO_CALLBACK)  # `all` is refused: it includes W&B's login prompt
+        if tracker not in get_available_reporting_integrations():
+            raise UserError(f"report_to {tracker}: not installed; pip install {tracker}, or remove it")
+    usable = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled")
+    if "wandb" in trackers and not (usable or has_wandb_login()):
+        trackers.remove("wandb")
+        return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set, and `wandb login` was not run"
+    return trackers, f"tracking: {', '.join(trackers) or 'none'}"

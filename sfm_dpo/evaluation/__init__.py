@@ -1,0 +1,1 @@
+"""Evaluation of a trained model: benchmarks of lm-eval, and a command for each checkpoint."""

@@ -1,0 +1,421 @@
+"""Calibration: before anything is spent, a start measures its noise, paths, kernels, memory and speed.
+
+It measures on the model, the pairs and the device of the run, before the reference pass. Gradients are dropped as they
+arrive, so no weight changes. What it finds is recorded in data.json as `calibration`; a resumed run reads that.
+"""
+
+import logging
+import math
+import re
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from accelerate.utils import AutocastKwargs, release_memory
+from torch.nn.functional import avg_pool1d
+
+from sfm_dpo.common.distributed import gather
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
+from sfm_dpo.data.lengths import Lengths, count_trained
+from sfm_dpo.memory.planner import Candidate
+from sfm_dpo.model.attention import activate_flash, usable_kernels
+from sfm_dpo.model.flops import peak_flops
+from sfm_dpo.model.loading import blocks, checkpoint_layers
+from sfm_dpo.run.reader import describe_calibration
+from sfm_dpo.train.fit_memory import MemoryPlan, is_out_of_memory
+from sfm_dpo.train.frozen_model import frozen_model
+from sfm_dpo.train.metrics import peak_memory_gib
+from sfm_dpo.train.settings import Settings
+
+log = logging.getLogger(__name__)
+
+GRADIENT = 8  # relative rounding of a gradient over that of a log-prob: 2**-6.2 and 2**-17.8 were measured
+ALLOWED = 4  # a path may differ from the padded one by this many times the noise
+WINDOW = 16  # tokens: a leaked key changes only an answer's first log-probs
+SAMPLE = 16_384  # gradient elements of each tensor
+SMALL = 0.01  # kinds of tensor with a smaller share of the gradient's norm are not compared
+FASTER = 0.95  # of FA2's time: another kernel is chosen only if it takes less
+ROUNDS = 3  # settings that are tried
+REMEDIES = {"packed": "padding_free: false", "shared": "prefix_sharing: false"}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    # Nats: how far a log-prob differs between batch shapes, the largest mean over WINDOW tokens
+    noise: float | None = None
+    ratios: dict[str, float] = field(default_factory=dict)  # by path and kernel: largest difference over noise
+    planned_bytes: int | None = None  # of the largest micro-batch and the states of training, on each device
+    measured_bytes: int | None = None
+    milliseconds: dict[str, float] = field(default_factory=dict)  # of an average micro-batch, by kernel
+    hours: float | None = None  # of training, without communication, evaluation and saves
+    reference_hours: float | None = None
+    tokens_per_second: float | None = None  # of a device
+    mfu: float | None = None
+    seconds: float = 0.0  # that calibration took
+
+
+@dataclass
+class Computed:
+    """What one path gives for a pair; without a backward it has no gradients."""
+
+    logps: list[torch.Tensor] = field(default_factory=list)  # nats, of the trained tokens of both responses
+    norms: list[torch.Tensor] = field(default_factory=list)  # of the gradient of each trained parameter
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # a sample of each
+
+    def norm(self) -> float:
+        return torch.linalg.vector_norm(torch.stack(self.norms)).item()
+
+
+@contextmanager
+def take_gradients(model: torch.nn.Module, computed: Computed | None = None) -> Iterator[None]:
+    """Takes each gradient of a backward as it arrives, so that `grad` stays None; `computed` keeps them."""
+
+    def take(name: str, parameter: torch.nn.Parameter) -> None:
+        gradient = parameter.grad.flatten()  # type: ignore[union-attr]
+        parameter.grad = None
+        if computed:
+            computed.norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+            computed.gradients[name] = gradient[:: gradient.numel() // SAMPLE | 1].float().cpu()  # odd: of all columns
+
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    handles = [p.register_post_accumulate_grad_hook(partial(take, name)) for name, p in trained.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad()  # of a backward that ran out of memory
+
+
+def calibrate(trainer: Any, plan: MemoryPlan | None) -> tuple[Calibration, Settings]:
+    """Measures, and returns the settings that the run should have; a trainer with others must be built again. All
+    ranks must call it before the reference pass, and get the same.
+
+    `plan`: the settings that memory may choose from, or None if memory and speed are not measured. Raises UserError
+    if a path or kernel differs from the padded one by more than the noise, and if no setting fits into memory.
+    """
+    begin = time.monotonic()
+    # ZeRO-3 and FSDP2 shard the policy only when training begins
+    is_whole = trainer.zero_stage != 3 and not trainer.is_fsdp_enabled
+    device = trainer.accelerator.device
+    settings = trainer.settings
+    with frozen_model(trainer, "policy") as policy, torch.random.fork_rng([device] if device.type == "cuda" else []):
+        model = policy.model
+        noise, ratios, kernels = compare_paths(trainer, model, is_whole)
+        result = Calibration(noise, ratios)
+        if plan and is_whole:
+            candidate, measured = find_setting(trainer, model, plan)
+            if (settings.micro_batch, settings.checkpointed_layers) != candidate.setting:
+                settings = settings.replace_candidate(candidate)
+            planned = plan.states + candidate.activations
+            flash, speed = measure_speed(trainer, model, settings, kernels)
+            settings = replace(settings, flash_attention=flash)
+            result = replace(result, planned_bytes=planned, measured_bytes=measured, **speed)
+        elif plan:
+            candidate = plan.choose(plan.states)
+            if candidate.bytes > plan.limit:
+                plan.refuse(candidate)
+            log.info(f"calibration: planned, because training will shard the weights: {candidate}")
+    result = replace(result, seconds=time.monotonic() - begin)
+    log.info(f"calibration: {'; '.join(map(' '.join, describe_calibration(asdict(result))))}")
+    return result, settings
+
+
+def load_pairs(trainer: Any, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+    batch = trainer.load_batch(trainer.train_dataset, rows)
+    trainer.progress.phase = "calibration"
+    return batch
+
+
+def select_pairs(trainer: Any) -> list[int]:
+    """Two pairs of median length; on a CPU, where a token is slow, the shortest."""
+    lengths = Lengths.of(trainer.train_dataset).truncate(trainer.args.max_length)
+    is_trained = count_trained(trainer.train_dataset, trainer.args.max_length).min(axis=1) > 0
+    order = np.argsort(np.where(is_trained, lengths.total, np.iinfo(np.int64).max), kind="stable")
+    middle = int(is_trained.sum()) // 2 if trainer.accelerator.device.type == "cuda" else 0
+    return [int(order[middle]), int(order[min(middle + 1, len(order) - 1)])]
+
+
+def compute_pair(trainer: Any, model: Any, rows: Sequence[int], path: str, backward: bool) -> Computed:
+    """The first of the pairs `rows`, computed in one batch with the others. The gradient is that of the loss at step
+    0, where policy and reference agree: of mean log-prob (rejected) - mean log-prob (chosen), up to a factor."""
+    batch = load_pairs(trainer, rows)
+    mask = batch.pop("completion_mask")
+    labels = batch["input_ids"].masked_fill(mask == 0, -100)
+    options: dict[str, Any] = {"path": path} if trainer.packed else {}
+    result = Computed()
+    layers = trainer.settings.checkpointed_layers
+    if trainer.accelerator.device.type == "cuda":  # two median pairs may need more memory than the run's micro-batch
+        layers = len(blocks(model))
+    with take_gradients(model, result), checkpointed(trainer, layers), precision(trainer):
+        with torch.set_grad_enabled(backward):
+            log_probs = model(**batch, labels=labels, fused_lm_head=True, use_cache=False, **options).log_probs
+        pair = [0, len(rows)]
+        logps = log_probs[pair]
+        trained = mask[pair, 1:].bool()
+        if backward:
+            signs = torch.tensor([[-1.0], [1.0]], device=mask.device)
+            (signs * trained / trained.sum(dim=1, keepdim=True).clamp(min=1) * logps).sum().backward()
+    result.logps = [row[of_row].detach().float().cpu() for row, of_row in zip(logps, trained, strict=True)]
+    return result
+
+
+@torch.no_grad()
+def compute_plainly(trainer: Any, model: Any, row: int) -> tuple[Computed, float]:
+    """The pair by the model's own forward and head, a sequence at a time, and the root mean square of each token's
+    largest logit."""
+    batch = load_pairs(trainer, [row])
+    logps = []
+    largest = []
+    columns = (batch["input_ids"], batch["attention_mask"], batch["completion_mask"])
+    for padded_ids, mask, padded_completion in zip(*columns, strict=True):
+        ids = padded_ids[mask.bool()]
+        trained = padded_completion[mask.bool()][1:].bool()
+        with precision(trainer), torch.compiler.set_stance("force_eager"):
+            output = model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None]), use_cache=False)
+        logits = output.logits[0, :-1].float()
+        logps.append(torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0][trained].cpu())
+        largest.append(logits.abs().amax(dim=-1).square())
+    return Computed(logps), torch.cat(largest).mean().sqrt().item()
+
+
+def precision(trainer: Any) -> Any:
+    """Autocast, as in training; FSDP2 and DeepSpeed compute in the precision of their weights."""
+    return trainer.accelerator.autocast(AutocastKwargs(enabled=not trainer.is_fsdp_enabled))
+
+
+@contextmanager
+def checkpointed(trainer: Any, layers: int) -> Iterator[None]:
+    """Checkpoints so many layers, as training does; dropout stays off."""
+    model = trainer.bare_model()
+    options = {k: v for k, v in trainer.args.activation_checkpointing_kwargs.items() if k != "every_n_layers"}
+    offload = options.pop("offload", False)
+    model.activation_checkpointing_enable(options or None, offload=offload)
+    checkpoint_layers(model, layers)
+    for layer in blocks(model):
+        layer.training = True  # not the modules in it
+    try:
+        yield
+    finally:
+        model.eval()
+        model.activation_checkpointing_disable()
+
+
+def compare(a: Computed, b: Computed) -> dict[str, float]:
+    """What differs between two computations of a pair, the most of all ranks: log-probs in nats, by their largest mean
+    over WINDOW tokens; relative, the gradient's norm and the gradients of each kind of tensor."""
+    gaps = [(x - y).abs() for x, y in zip(a.logps, b.logps, strict=True) if len(x)]
+    windows = [avg_pool1d(gap[None], min(WINDOW, len(gap)), stride=1).max().item() for gap in gaps]
+    found = {"log-probs": max(windows, default=0.0)}
+    if b.norms and a.norm():
+        found["gradient's norm"] = abs(b.norm() / a.norm() - 1)
+        sizes: dict[str, float] = defaultdict(float)  # squared, by kind: the same tensor of all layers
+        differences: dict[str, float] = defaultdict(float)
+        for name in a.gradients | b.gradients:
+            kind = re.sub(r"\.\d+\.", ".", name)
+            mine, other = (of.gradients.get(name, torch.zeros(1)) for of in (a, b))  # an expert may get no token
+            sizes[kind] += mine.square().sum().item()
+            differences[kind] += (other - mine).square().sum().item()
+        compared = [kind for kind in sizes if sizes[kind] > SMALL**2 * sum(sizes.values())]
+        found |= {f"gradient of {kind}": math.sqrt(differences[kind] / sizes[kind]) for kind in compared}
+    every = gather({what: size if math.isfinite(size) else math.inf for what, size in found.items()})
+    return {what: max(of_rank.get(what, 0.0) for of_rank in every) for what in set().union(*every)}
+
+
+def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[float, dict[str, float], list[str]]:
+    """The noise of log-probs, the ratio of differences to noise of each path and kernel, and the kernels that may be
+    used, FA2 first. Raises UserError if a path, or the kernel that is asked for, differs by more than noise."""
+    rows = select_pairs(trainer)
+    rounding = LOGP_ROUNDING[trainer.accelerator.mixed_precision]
+    activate_flash("fa2")
+    plain = None
+    logit = TYPICAL_LOGIT
+    if trainer.zero_stage != 3:  # DeepSpeed would expect the head's module in each later forward, too
+        plain, logit = compute_plainly(trainer, model, rows[0])
+    with torch.compiler.set_stance("force_eager"):
+        alone = compute_pair(trainer, model, rows[:1], "padded", backward)
+        beside = compute_pair(trainer, model, rows, "padded", backward)
+    floors = {"log-probs": rounding * max(gather(logit))}  # on a CPU two shapes may agree bitwise
+    noise = {what: max(size, floors.get(what, GRADIENT * rounding)) for what, size in compare(alone, beside).items()}
+    for what, size in noise.items():
+        if not math.isfinite(size):
+            raise UserError(f"calibration: the base model's {what} are not finite; check its weights, or use bf16")
+    ratios: dict[str, float] = {}
+
+    def find_difference(name: str, other: Computed) -> str | None:
+        """How the path differs by more than noise."""
+        differences = compare(alone, other)
+        times = {what: size / noise.get(what, GRADIENT * rounding) for what, size in differences.items()}
+        worst = max(times, key=lambda what: times[what])
+        if times[worst] > ALLOWED:
+            return f"{name} differs from padded in {worst} by {differences[worst]:.2g}, {times[worst]:.0f} times noise"
+        ratios[name] = times[worst]
+        return None
+
+    if plain and (difference := find_difference("TRL's fused head", plain)):
+        raise UserError(f"calibration: {difference}; it cannot train this model: report it with the model's name")
+    for path in ["packed", "shared"][: trainer.packed + trainer.prefix_sharing]:
+        if difference := find_difference(path, compute_pair(trainer, model, rows, path, backward)):
+            raise UserError(f"calibration: {difference}; set {REMEDIES[path]}")
+    asked = trainer.config.train.flash_attention
+    usable = ["fa2"]
+    for kernel in usable_kernels(asked) if takes_flash(trainer) else ():
+        computed, failure = compute_by_kernel(trainer, model, rows, kernel, backward)
+        failures = [text for text in gather(failure) if text]
+        difference = f"{kernel} fails: {failures[0]}" if failures else find_difference(kernel, computed)
+        if difference and asked != "auto":
+            raise UserError(f"flash_attention {asked}: {difference}; set flash_attention: fa2")
+        if difference:
+            log.warning(f"calibration: {difference}; it is not used")
+        else:
+            usable.append(kernel)
+    return noise["log-probs"], ratios, usable
+
+
+def takes_flash(trainer: Any) -> bool:
+    return trainer.packed and not trainer.attention_kernel().startswith("SDPA")
+
+
+def compute_by_kernel(
+    trainer: Any, model: Any, rows: Sequence[int], kernel: str, backward: bool
+) -> tuple[Computed, str | None]:
+    """The pair by another kernel, or why the kernel fails."""
+    path = "shared" if trainer.prefix_sharing else "packed"
+    try:
+        activate_flash(kernel)
+        return compute_pair(trainer, model, rows, path, backward), None
+    except Exception as error:  # of an import, a compilation or a launch
+        if is_out_of_memory(error):
+            raise
+        return Computed(), str(error).partition("\n")[0] or type(error).__name__
+    finally:
+        activate_flash("fa2")
+
+
+def find_setting(trainer: Any, model: Any, plan: MemoryPlan) -> tuple[Candidate, int]:
+    """The setting of least work that has been measured to fit, and its bytes. After each measurement the next one is
+    chosen by the ratio of measured to planned activations. Raises UserError if none fits."""
+    candidate = plan.choose(plan.states)
+    tried: dict[tuple[int, int], tuple[Candidate, float]] = {}
+    while len(tried) < ROUNDS and candidate.setting not in tried:
+        size, activations = measure_memory(trainer, model, candidate, plan)
+        tried[candidate.setting] = candidate, size
+        found = f"{size / 2**30:.2f} GiB" if math.isfinite(size) else "more than there is"
+        log.info(f"calibration: {candidate}; measured: {found} of {plan.limit / 2**30:.2f} GiB")
+        states = size - activations
+        if not math.isfinite(size):
+            states = plan.states
+            activations = 1.1 * max(plan.limit - states, candidate.activations)
+        if len(tried) == ROUNDS - 1 and all(size > plan.limit for _, size in tried.values()):
+            states = plan.limit  # the smallest of all
+        candidate = plan.choose(int(states), activations / candidate.activations)
+    fitting = [(tested, int(size)) for tested, size in tried.values() if size <= plan.limit]
+    if not fitting:
+        plan.refuse(candidate)
+    return min(fitting, key=lambda found: found[0].work)
+
+
+def measure_memory(trainer: Any, model: Any, candidate: Candidate, plan: MemoryPlan) -> tuple[float, float]:
+    """Bytes of a process at the peak of the largest micro-batch, with the states of training, and of its activations;
+    the most of all ranks; both inf if a rank has run out of memory."""
+    device = trainer.accelerator.device
+    rows = trainer.train_sampler.largest_micro_batch(candidate.per_device)
+    released = 0  # a separate reference whose log-probs will be cached
+    if trainer.config.train.precompute_ref_log_probs and trainer.ref_model is not None:
+        released = sum(p.nbytes for p in trainer.ref_model.parameters())
+    absent = max(0, plan.absent - released)
+    on_gpu = device.type == "cuda"
+    release_memory()
+    try:
+        # A CPU's pages would be taken only when they are written
+        reserved: Any = torch.empty(absent if on_gpu else 0, dtype=torch.uint8, device=device)
+        before = reset_peak_memory()
+        run_micro_batch(trainer, model, rows, candidate.checkpointed_layers)
+        peak = peak_memory_gib() * 2**30
+        found = (peak + absent - reserved.nbytes, peak - before)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)
+        found = (math.inf, math.inf)
+    reserved = None
+    sizes, activations = zip(*gather(found), strict=True)
+    return max(sizes), max(activations)
+
+
+def reset_peak_memory() -> float:
+    """Begins a new peak; returns the bytes that are allocated on the GPU or, without one, resident."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    with suppress(OSError):  # then the peak since the start counts
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak resident set (proc(5))
+    return psutil.Process().memory_info().rss
+
+
+def run_micro_batch(trainer: Any, model: Any, rows: Sequence[int], checkpointed_layers: int) -> None:
+    """Forward and backward of TRL's loss, as in training; gradients are dropped."""
+    batch = load_pairs(trainer, rows)
+    reference = batch["input_ids"].new_zeros(len(rows), dtype=torch.float32)
+    batch |= {"ref_chosen_logps": reference, "ref_rejected_logps": reference}
+    with take_gradients(model), checkpointed(trainer, checkpointed_layers):
+        model.training = True  # for TRL
+        with precision(trainer):
+            loss = trainer.trl_loss(model, batch, False)
+        loss.backward()
+
+
+def measure_speed(trainer: Any, model: Any, settings: Settings, kernels: list[str]) -> tuple[str, dict[str, Any]]:
+    """The fastest kernel, and for `Calibration` what an average micro-batch takes with it."""
+    args = trainer.config.train
+    sampler = trainer.train_sampler
+    micro_batches = sampler.micro_batches(sampler.steps(0), settings.micro_batch).reshape(-1, settings.micro_batch)
+    costs = sampler.layout.cost[micro_batches].sum(axis=1)
+    rows = micro_batches[np.abs(costs - costs.mean()).argmin()]
+    milliseconds = {}
+    for kernel in kernels:
+        activate_flash(kernel)
+        run = partial(run_micro_batch, trainer, model, rows, settings.checkpointed_layers)
+        if len(kernels) > 1:
+            run()  # may compile the kernel for these shapes
+        milliseconds[kernel] = 1000 * measure_seconds(trainer, run)
+    chosen = min(milliseconds, key=lambda kernel: milliseconds[kernel])
+    if args.flash_attention != "auto":
+        chosen = args.flash_attention
+    elif milliseconds[chosen] > FASTER * milliseconds["fa2"]:
+        chosen = "fa2"
+    if takes_flash(trainer):
+        activate_flash(chosen)
+    seconds = milliseconds.get(chosen, milliseconds["fa2"]) / 1000
+    forward = measure_seconds(trainer, partial(trainer.compute_ref_log_probs, model, load_pairs(trainer, rows)))
+    counts = trainer.data_collator([trainer.train_dataset[int(row)] for row in rows])["counts"]
+    peak = peak_flops(torch.cuda.get_device_name()) if trainer.accelerator.device.type == "cuda" else None
+    mfu = counts["flops"] / seconds / peak if peak else None
+    speed = {"milliseconds": milliseconds, "tokens_per_second": counts["tokens"] / seconds, "mfu": mfu}
+    steps = args.max_steps if args.max_steps > 0 else len(sampler) / args.global_batch_size * args.num_train_epochs
+    reference_hours = len(sampler) / settings.micro_batch / trainer.accelerator.num_processes * forward / 3600
+    if not args.precompute_ref_log_probs:
+        seconds += forward
+        reference_hours = 0.0
+    hours = steps * settings.accumulation_steps * seconds / 3600
+    return chosen, speed | {"hours": hours, "reference_hours": reference_hours}
+
+
+def measure_seconds(trainer: Any, action: Callable[[], Any]) -> float:
+    """Seconds until the devices of all ranks have done the work of `action`."""
+    synchronize = torch.cuda.synchronize if trainer.accelerator.device.type == "cuda" else int
+    synchronize()
+    begin = time.monotonic()
+    action()
+    synchronize()
+    return max(gather(time.monotonic() - begin))

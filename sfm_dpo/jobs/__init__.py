@@ -1,1 +1,0 @@
-"""What is done with runs: their life and evaluation; and the GPU check."""

@@ -1,0 +1,227 @@
+"""A run owns its folder while it is alive. It ends with one line, or a crash's traceback, and with status.json."""
+
+import errno
+import logging
+import os
+import signal
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from sfm_dpo.common.distributed import is_main_process, on_main_process
+from sfm_dpo.common.errors import (
+    DISK_REMEDIES,
+    DiskFull,
+    Interrupted,
+    PreflightDone,
+    RunEnd,
+    StopRequested,
+)
+from sfm_dpo.common.files import write_atomically
+from sfm_dpo.common.secrets import mask
+from sfm_dpo.config.fields import Config
+from sfm_dpo.evaluation.eval_command import EvalCommand
+from sfm_dpo.hub.upload import push_finished
+from sfm_dpo.report.model_card import write_model_card
+from sfm_dpo.report.page import format_summary, write_report
+from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of, stop_is_for_good
+from sfm_dpo.run.folder import (
+    ERROR,
+    EVALUATED,
+    PUSHED,
+    REPORTED,
+    RESOLVED_CONFIG,
+    State,
+    has_failed,
+    make_folder,
+    message_of_rank,
+    read_status,
+    write_end,
+    write_status,
+)
+from sfm_dpo.run.lock import Lease, take_folder
+from sfm_dpo.run.start import Start, begin, list_open
+from sfm_dpo.train.callbacks import Progress
+from sfm_dpo.train.fit_memory import explain_out_of_memory
+from sfm_dpo.train.trainer import SFMDPOTrainer
+from sfm_dpo.train.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+UNWRITABLE = DISK_REMEDIES.keys() - {errno.EPERM}  # not only of files
+# Signs of these in exceptions of safetensors and (the first two) of torch.save
+UNWRITABLE_SIGNS = dict.fromkeys(("unexpected pos", "iostream error"), "free space")
+UNWRITABLE_SIGNS |= {os.strerror(number): DISK_REMEDIES[number] for number in UNWRITABLE}
+
+
+class Run:
+    """A run and its folder, which it owns until it ends; status.json and the report then say how it ended."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None  # output_dir, once this run may write into it
+        self.progress = Progress()
+        self.watchdog: Watchdog | None = None
+        self.lease: Lease | None = None
+        self.exit_code = 0  # of the process
+        self.is_training = True  # not only a preflight, which has logged its result
+
+    def __enter__(self) -> Self:
+        # Under a launcher, runs are stopped by the file STOP
+        if "LOCAL_RANK" not in os.environ and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
+            # Process pools, such as those of datasets.map, end their processes by SIGTERM
+            os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        return self
+
+    def begin(self, config: Config) -> Start:
+        """Takes the folder, and returns what this start does. Raises UserError if another run owns it."""
+        folder = Path(config.train.output_dir)
+
+        def lock() -> None:
+            self.lease = take_folder(make_folder(folder))
+
+        on_main_process(lock)
+        start = begin(config)
+        if not start.trains:
+            rest = f"; still to do: {', '.join(start.open)}" if start.open else ""
+            log.info(f"{folder}: already done; to run again, remove it or choose another output_dir{rest}")
+            return start
+        self.folder = folder
+        self.is_training = not config.train.preflight_only
+        (folder / ERROR).unlink(missing_ok=True)
+        if not (folder / RESOLVED_CONFIG).is_file():  # without it, the folder is empty until the data are read
+            write_status(folder, State.RUNNING, message="loading")
+        self.watchdog = Watchdog(folder, config.train.hang_timeout, config.train.ddp_timeout, self.progress)
+        return start
+
+    def finish(self, trainer: SFMDPOTrainer) -> list[str]:
+        """Marks a run as trained and saved, whatever happens next; returns the steps of its end that are left."""
+        assert self.folder and self.watchdog
+        self.watchdog.stop()
+        clear_stop(self.folder)  # a request to stop came too late
+        steps = list_open(trainer.config.train, {}, ())
+        if is_main_process():
+            write_end(self.folder, steps, step=trainer.state.global_step)
+        self.folder = None  # later errors no longer change its state
+        trainer.end()
+        return steps
+
+    def close_steps(self, config: Config, steps: list[str], evaluations: EvalCommand) -> None:
+        """Does these steps of the end of a run on rank 0; what is done is no longer `open` in status.json."""
+        if not (steps and is_main_process()):
+            return
+        folder = Path(config.train.output_dir)
+        actions = {
+            PUSHED: lambda: push_finished(config.train),
+            REPORTED: lambda: report(folder),
+            EVALUATED: evaluations.finish,
+        }
+        still = list(steps)
+        write_end(folder, still)
+        for step in steps:
+            if actions[step]():
+                still.remove(step)
+                write_end(folder, still)
+        self.exit_code = read_status(folder)["exit_code"]
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        """Logs every end in one line, except a crash, for which Python prints the traceback."""
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        if is_interrupt:
+            handle_interrupts(signal.SIG_IGN)  # a second interrupt must not cut this short
+        end = self._explain(error) if error else None
+        folder = self.folder
+        try:
+            if end:
+                self._close(end)
+                is_translated = end is not error or end.__cause__  # its line does not say where it happened
+                if is_translated and folder and has_failed(folder):
+                    with suppress(OSError):  # the disk may be full
+                        write_atomically(folder / ERROR, mask("".join(traceback.format_exception(error))))
+            elif error and folder and folder.is_dir() and not has_failed(folder):
+                if message := message_of_rank(folder, "".join(traceback.format_exception_only(error)).strip()):
+                    write_status(folder, State.FAILED, 1, message, any_rank=True)
+                report(folder)
+        finally:
+            if self.watchdog:
+                self.watchdog.stop()
+            if self.lease:
+                self.lease.release()
+            if is_interrupt:
+                handle_interrupts(signal.SIG_DFL)  # libraries may take long to end
+        return end is not None
+
+    def _explain(self, error: BaseException) -> RunEnd | None:
+        """The end that an exception means; None for a crash."""
+        cause = error.__cause__ if isinstance(error, RunEnd) else error  # of user_input, or what it has wrapped
+        if cause and self.folder and (memory := explain_out_of_memory(cause, self.progress, self.folder)):
+            return memory
+        if isinstance(error, RunEnd):
+            return error
+        if self.folder is None:
+            return None
+        if isinstance(error, KeyboardInterrupt):
+            return Interrupted(f"interrupted at step {self.progress.step}")
+        if not self.folder.is_dir():
+            return DiskFull(f"output_dir {self.folder}: was removed or moved during the run; start it again")
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            where = error.filename or self.folder
+            remedy = DISK_REMEDIES[error.errno]
+            return DiskFull(f"{where}: {error.strerror}; {remedy}, and run the same command again to resume")
+        if found := [sign for sign in UNWRITABLE_SIGNS if sign in str(error)]:
+            what = self.progress.saving or self.folder
+            newest = newest_checkpoint(self.folder)
+            full = f"disk full or read-only, or `ulimit -f` reached, while writing {what}"
+            remedy = UNWRITABLE_SIGNS[found[-1]]
+            return DiskFull(f"{full}; {remedy}, and run it again to resume from {newest}")
+        return None
+
+    def _close(self, end: RunEnd) -> None:
+        self.exit_code = end.exit_code
+        is_stop = isinstance(end, StopRequested)
+        message = str(end) if is_stop else message_of_rank(self.folder, str(end))
+        status = end.status
+        if is_stop:
+            assert self.folder
+            is_for_good = stop_is_for_good(self.folder)
+            clear_stop(self.folder)
+            checkpoint = newest_checkpoint(self.folder)
+            status = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)} | status
+            status["for_good"] = is_for_good
+            then = f"; run the same command again to resume from {checkpoint or 'the beginning'}"
+            log.info(f"{end}{'' if isinstance(end, PreflightDone) else then}")
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                self.exit_code = 0  # a launcher would report 75 as a crash; status.json has the state
+        elif message:
+            log.error(message)
+        if self.folder and message:
+            write_status(self.folder, State(end.state), end.exit_code, message, any_rank=not is_stop, **status)
+            if self.lease:
+                self.lease.release()  # before the report: a launcher ends this rank soon after another rank's exit
+            if not isinstance(end, Interrupted):
+                report(self.folder, self.is_training)
+
+
+def handle_interrupts(how: signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, how)
+
+
+def report(run: Path, with_summary: bool = True) -> bool:
+    """Writes report.html and a trained run's model card, and logs the summary; also for a run that failed. An error in
+    it is one line, and changes nothing in how the run ends. Returns whether both are written."""
+    if not (is_main_process() and (run / RESOLVED_CONFIG).is_file()):
+        return False
+    try:
+        write_report(run)
+        if State.of(read_status(run)).has_model:
+            write_model_card(run)
+        if with_summary:
+            log.info(f"result\n{format_summary(run)}")
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        log.info(f"report not written; write it later with python -m sfm_dpo.report.page {run}: {reason}")
+        return False
+    return True

@@ -1,0 +1,63 @@
+"""The GPU check: its order, its table, its verdicts. All of it on two CPU processes: tests/slurm/test_submit.py."""
+
+import json
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from sfm_dpo.cluster.gpu_check import LAUNCHES, GpuCheck
+from sfm_dpo.common.files import write_json
+
+NOISE = 0.008  # nats; 4 x beta x this is 0.16, and with 16 responses in a batch 0.04
+
+
+class Trained(GpuCheck):
+    """Instead of training, a run has the losses that are given; the gradient norm is 10."""
+
+    losses: dict[str, float]
+
+    def train(self, run: str, launch: str, **fields: Any) -> str:
+        folder = self.folder / run
+        folder.mkdir()
+        if run not in self.losses:
+            return self.call("crash", "bash", "-c", "echo working; echo 'error: no such thing' >&2; exit 3")
+        steps = [{"loss": loss, "grad_norm": 10.0} for loss in (0.6931, self.losses[run])]
+        write_json(folder / "trainer_state.json", {"log_history": [*steps, {"eval_loss": 1.0}]})
+        write_json(folder / "data.json", {"calibration": {"noise": NOISE}})
+        (folder / "model.safetensors").touch()
+        return f"noise of {run}"
+
+
+@pytest.fixture
+def check(tiny_folder, tmp_path) -> Trained:
+    recipe = ["--model_name_or_path", str(tiny_folder("olmo3")), "--dataset_name", "none.jsonl"]
+    check = Trained(tmp_path / "check-gpu", recipe, 2, on_gpu=False)
+    check.losses = dict.fromkeys([*LAUNCHES, "full-model"], 0.69)
+    return check
+
+
+def test_each_launcher_is_compared_with_one_process_within_its_noise(check, capsys):
+    check.losses |= {"ZeRO-2": 0.72, "FSDP2": 0.735, "ZeRO-3": float("nan"), "resumed": 0.75}
+    (check.folder / "ZeRO-2").mkdir(parents=True)  # left by an earlier check
+    rows = {row["check"]: row for row in check.run()}
+    passed = [rows[name]["result"] for name in (*LAUNCHES, "full-model")]
+    assert passed == ["pass", "pass", "FAIL", "FAIL", "pass", "pass"]
+    assert rows["FSDP2"]["found"].startswith("loss within 4.5e-02 (4.0e-02 allowed), gradient norm within 0.0% (6.2%)")
+    assert rows["resumed"]["found"].startswith("loss within 3.0e-02")  # of ZeRO-2's
+    assert rows["full-model"]["found"] == "noise of full-model" in capsys.readouterr().out
+    assert json.loads((check.folder / "checks.json").read_text()) == list(rows.values())
+    assert not list(check.folder.glob("full-model/*.safetensors")) and list(check.folder.glob("single/*.safetensors"))
+
+
+def test_a_run_that_ends_badly_is_a_fail_and_the_others_are_checked(check):
+    del check.losses["ZeRO-2"]
+    rows = {row["check"]: row for row in check.run()}
+    assert rows["ZeRO-2"]["found"].startswith("RuntimeError: exit code 3: error: no such thing (")
+    assert [row["result"] for row in rows.values()] == ["pass", "FAIL", "pass", "pass", "FAIL", "pass"]
+
+
+def test_runs_have_the_login_and_files_of_their_own(check):
+    check.folder.mkdir()
+    found = check.call("env", "bash", "-c", "echo $HF_TOKEN_PATH $HF_HOME").split()
+    assert found == [constants.HF_TOKEN_PATH, str(check.folder / "hf")]

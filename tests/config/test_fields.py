@@ -1,0 +1,382 @@
+"""Configuration: precedence, YAML's traps, wrong input, and a dump that reads back."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+from transformers import TrainingArguments
+from trl import DPOConfig
+from wandb.sdk.lib.urls import DEFAULT_BASE_URL
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import PROJECT
+from sfm_dpo.config.checks import REFUSED
+from sfm_dpo.config.fields import FieldParser, parse_config, resolve_report_to
+
+NEEDED = {"model_name_or_path": "org/model", "dataset_name": "pairs.jsonl", "use_cpu": True}
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """A function: (recipe's fields or text, command line after it) -> Config."""
+
+    def run(recipe=None, *cli: str, world_size: int = 1):
+        path = tmp_path / "recipe.yaml"
+        if isinstance(recipe, str):
+            path.write_text(yaml.safe_dump(NEEDED) + recipe, encoding="utf-8")
+        else:
+            path.write_text(yaml.safe_dump({k: v for k, v in (NEEDED | (recipe or {})).items() if v != "absent"}))
+        return parse_config(["--config", str(path), *cli], world_size=world_size)
+
+    return run
+
+
+def refused(parse, recipe=None, *cli: str, **kwargs) -> str:
+    """The message of the UserError, which must be one line."""
+    with pytest.raises(UserError) as caught:
+        parse(recipe, *cli, **kwargs)
+    message = str(caught.value)
+    assert message.count("\n") == (int(message.split()[0]) if "fields to correct" in message else 0)
+    assert caught.value.exit_code == 2
+    return message
+
+
+def test_defaults_are_olmo3s_objective(parse):
+    train = parse().train
+    assert (train.loss_type, train.beta, train.learning_rate) == (["sigmoid_norm"], 5.0, 1e-6)
+    assert (train.lr_scheduler_type, train.warmup_steps, train.num_train_epochs) == ("linear", 0.1, 1.0)
+    assert (train.global_batch_size, train.weight_decay) == (128, 0.0)
+
+
+def test_a_run_is_fast_by_default(parse):
+    train = parse().train
+    assert train.precompute_ref_log_probs and train.train_sampling_strategy == "batch_rebalance"
+    for name in "padding_free prefix_sharing per_device_train_batch_size gradient_checkpointing".split():
+        assert getattr(train, name) is None, name  # decided later, by model and memory
+
+
+def test_help_shows_the_defaults_in_effect(parse):
+    config = parse()
+    assert FieldParser().describe("use_peft")[0] == str(config.model.use_peft)
+
+
+def test_command_line_beats_recipe_beats_defaults(parse):
+    assert parse().train.seed == 42
+    assert parse({"seed": 7}).train.seed == 7
+    assert parse({"seed": 7}, "--seed", "9").train.seed == 9
+    assert parse({"seed": 7}, "--seed=9").train.seed == 9
+    # a field emptied in the recipe, a flag, a list
+    assert parse({"max_length": None, "score_margin": None}).train.max_length is None  # the latter: of an old run
+    assert parse({"max_length": None}, "--max_length", "64").train.max_length == 64
+    assert parse({"use_peft": True}, "--use_peft", "false").model.use_peft is False
+    assert parse({"gradient_checkpointing": True}, "--no_gradient_checkpointing").train.gradient_checkpointing is False
+    weighted = parse({"loss_type": "sigmoid_norm"}, "--loss_type", "sigmoid_norm", "sft", "--loss_weights", "1", "0.2")
+    assert (weighted.train.loss_type, weighted.train.loss_weights) == (["sigmoid_norm", "sft"], [1.0, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("learning_rate", "1e-6", 1e-6),  # YAML 1.1 reads this as text
+        ("beta", "5", 5.0),
+        ("eval_strategy", "no", "no"),  # YAML reads no as false
+        ("output_dir", "on", "on"),
+        ("gradient_checkpointing", "yes", True),
+        ("loss_type", "sigmoid_norm", ["sigmoid_norm"]),
+        ("model_init_kwargs", "{a: [1, two], b: {c: false}}", {"a": [1, "two"], "b": {"c": False}}),
+        ("gradient_checkpointing_kwargs", "{use_reentrant: true}", {"use_reentrant": True}),
+        ("ref_model_name_or_path", "None", None),
+        ("ref_model_name_or_path", "~/model", str(Path.home() / "model")),
+    ],
+)
+def test_yaml_values_arrive_as_meant(parse, field, text, value):
+    assert getattr(parse(f"{field}: {text}\n").train, field) == value
+
+
+@pytest.mark.parametrize(
+    ("cli", "parts"),
+    [
+        ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate"]),  # no abbreviations
+        ("--pair-by=score", ["--pair-by; here: none (make the pairs before training, see docs/data.md)"]),
+        ("--warmup_ratio 0.1", ["unknown option --warmup_ratio; here: warmup_steps, see docs/migration.md"]),
+        ("--gpus-per-node=8", ["Slurm's options come before the script: sbatch [options] scripts/dpo_train.sh"]),
+        (
+            "--seed -1 --lr 1 --lrs 1",
+            ["2 fields to correct", "yaml:\n- unknown option --lr; ", "\n- unknown option --lrs"],
+        ),
+        (
+            "--beta 0 --loss_type foo --eval_strategy steps --report_to nowhere",
+            ["4 fields", "\n- beta 0.0: must", "\n- loss_type foo: unknown", "\n- eval_strategy", "\n- report_to"],
+        ),
+        ("--learning_rate fast", ["learning_rate", "'fast'"]),
+        ("--gradient_checkpointing maybe", ["gradient_checkpointing", "maybe"]),
+        ("--eval_strategy sometimes", ["eval_strategy", "'sometimes'", "'epoch'"]),
+        ("--beta 5 6", ["unknown option 6"]),
+        ("recipe.yaml", ["unknown option recipe.yaml; did you mean --config recipe.yaml?"]),
+        ("--beta", ["beta", "expected one argument"]),
+        ("--config nowhere.yaml", ["nowhere.yaml", "no such file"]),
+        ("--hub_token hf_canary", ["hub_token: would be stored with the run; put HF_TOKEN into .env"]),
+    ],
+)
+def test_wrong_command_line(parse, cli, parts):
+    message = refused(parse, None, *cli.split())
+    assert all(part in message for part in parts) and "canary" not in message, message
+
+
+OUT_OF_RANGE = """
+max_length=0 max_length=1 max_samples=0 global_batch_size=0 per_device_train_batch_size=-2 dataset_num_proc=0
+per_device_eval_batch_size=0 save_steps=0.0 eval_steps=-3.0 seed=-1 seed=4294967296 eval_fraction=1.0
+eval_fraction=-0.5 max_dropped_fraction=2.0 adam_beta2=2.0 lora_dropout=2.0 max_grad_norm=-1.0 beta=0.0 beta=nan
+beta=inf learning_rate=-1.0 num_train_epochs=0.0 save_total_limit=1 auto_find_batch_size=True streaming=True
+test_split_size=0.1 eval_strategy=steps deepspeed=ds_config.json max_steps=0 max_steps=-2 warmup_steps=nan
+warmup_steps=-1.0 lora_r=32 use_dora=True checkpointed_layers=-1 dataloader_num_workers=-1
+"""
+
+
+@pytest.mark.parametrize("option", OUT_OF_RANGE.split())
+def test_values_that_no_run_can_have(parse, option):
+    assert option.replace("=", " ") + ": " in refused(parse, None, f"--{option}")
+
+
+SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_train_batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parts"),
+    [
+        ("learning_rat: 1.0e-6", ["learning_rat", "did you mean learning_rate"]),
+        ("learning_rate: [1, 2]", ["learning_rate", "'[1, 2]'"]),
+        ("learning_rate: true", ["learning_rate", "'true'"]),
+        ("learning_rate:", ["learning_rate", "empty"]),
+        ("max_length: 1e3", ["max_length", "'1e3'"]),
+        ("guard: off", ["guard", "'off'", "'stop'"]),
+        ("env: {WANDB_PROJECT: x}", ["unknown field 'env'; here: none (set variables in `.env`)"]),
+        ("a: [b", ["not valid YAML"]),
+        ("output_dir: {{ run }}", ["output_dir: ConstructorError: "]),
+        ("model_init_kwargs: {a: 2026-13-01}", ["model_init_kwargs: ValueError: month must be in 1..12"]),
+        ("beta: five", ["argument --beta: invalid float value: 'five'"]),
+        ("xyz: 1\nlr: 1", ["2 fields to correct", "unknown field 'xyz'", "unknown field 'lr'; here: learning_rate"]),
+        ("output_dir: $SCRATCH/run", ["output_dir $SCRATCH/run: variables are replaced by a shell only"]),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, ["model_init_kwargs: cannot set a token, dtype or revision"]),
+        ("- a", ["not valid YAML"]),
+        ("beta: 5\nbeta: 0.1", ["beta is given twice; keep one"]),
+        ({"max_length": 100, "max_prompt_length": 100}, ["max_prompt_length 100", "max_length 100"]),
+        ({"truncation_mode": "keep_end"}, ["truncation_mode", "keep_end", "keep_start"]),
+        ({"model_name_or_path": "absent"}, ["model_name_or_path"]),
+        ({"dataset_name": "absent"}, ["dataset_name"]),
+        ({"loss_type": "sigmoid_nrm"}, ["sigmoid_nrm", "did you mean sigmoid_norm"]),
+        ({"loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1.0]}, ["loss_weights"]),
+        (SORTED | {"per_device_train_batch_size": 1}, ["loss_type ['aot']: sorts the pairs of a micro-batch"]),
+        (SORTED | {"eval_fraction": 0.1}, ["loss_type ['aot']: sorts the pairs of an evaluation batch"]),
+        ({"use_peft": True, "lora_alpha": 0}, ["lora_alpha 0: must be at least 1"]),
+        ({"loss_type": []}, ["loss_type []: nothing would be trained"]),
+        ({"loss_weights": [0]}, ["loss_weights [0.0]: give weights of at least 0, one of them above 0"]),
+        ({"loss_weights": ["nan"]}, ["loss_weights [nan]: give weights"]),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, ["lr_scheduler_type cosine_with_min_lr, lr_scheduler_kwargs"]),
+        ({"lr_scheduler_kwargs": {"a": 1}}, ["lr_scheduler_kwargs {'a': 1}: TypeError", "'a'"]),
+        ({"optim": "adamw_bnb_8bit"}, ["optim adamw_", "optim_args None: ", "bitsandbytes", "choose another"]),
+        ({"load_in_4bit": True, "beta": 0}, ["2 fields", "load_in_4bit True: quantised weights", "beta 0.0: must be"]),
+        ({"report_to": "wanbd"}, ["report_to wanbd", "wandb"]),
+        ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "set global_batch_size: 24"]),
+        ({"global_batch_size": 10, "per_device_train_batch_size": 4}, ["10", "4 x 1 process(es); choose 12"]),
+        ({"datasets": [{"path": "a"}]}, ["dataset_name", "datasets"]),
+        ({"hub_strategy": "checkpoint"}, ["hub_strategy", "checkpoint", "every_save"]),
+        ({"profile_steps": [5, 3]}, ["profile_steps [5, 3]: must be the first and the last step"]),
+        ({"prefix_sharing": True, "padding_free": False}, ["prefix_sharing True: needs packed"]),
+        ({"checkpointed_layers": 2, "gradient_checkpointing": False}, ["checkpointed_layers 2: ", "remove one"]),
+        ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, ["every_n_layers", "; set checkpointed_layers"]),
+        ({"eval_command": "true {checkpoint}"}, ["eval_command true {checkpoint}: lacks {checkpoint} or {out}; for"]),
+        (
+            {"eval_command": "true {checkpoint} {stp} {out}"},
+            ["cannot be read (KeyError('stp')); for instance: sbatch"],
+        ),
+        ({"eval_command": "true {{checkpoint}} {out}"}, ["eval_command true", "lacks {checkpoint}"]),
+        ({"eval_command": "true {checkpoint} {out} {step[0]}"}, ["eval_command true", "cannot be read (TypeError("]),
+        ({"eval_command": "true {checkpoint} {out} {"}, ["eval_command true", "cannot be read (ValueError("]),
+        ({"eval_command": "true '{checkpoint} {out}"}, ["eval_command true", "No closing quotation"]),
+        ({"eval_command": "nothing.sh {checkpoint} {out}"}, ["command nothing.sh not found"]),
+        ({"eval_command": "true {checkpoint} {out}", "save_strategy": "no"}, ["save_strategy no: eval_command needs"]),
+        ({"guard_generations": 5}, ["guard_generations 5: needs prompts"]),
+        ({"logging_strategy": "no"}, ["logging_strategy", "the guard reads the log"]),
+        ({"eval_datasets": "a.jsonl"}, ["eval_datasets a.jsonl: must be a mapping of names to sets, such as {math:"]),
+        ({"eval_datasets": {"a": {"path": "x", "fraction": "1"}}}, ["eval_datasets", "fraction"]),
+        ({"eval_datasets": {"a": {"path": None}}}, ["eval_datasets {", "must be a mapping", "a: {'path': None}"]),
+        ({"eval_datasets": {"a": ""}}, ["eval_datasets {", "must be a mapping"]),
+        ({"eval_datasets": {"eval": "x"}}, ["eval_datasets", "is called eval or train", "eval: x"]),
+        ({"eval_steps": 5}, ["eval_steps 5: has no effect; set eval_strategy: steps"]),
+        ({"save_strategy": "best"}, ["save_strategy best", "set it to steps or epoch"]),
+        ({"use_peft": True, "lora_task_type": "NOPE"}, ["'NOPE'", "CAUSAL_LM"]),
+        ({"dtype": "bfloat16"}, ["dtype bfloat16", "fp32 master weights"]),
+    ],
+)
+def test_wrong_recipe(parse, recipe, parts):
+    message = refused(parse, recipe)
+    assert all(part in message for part in parts), message
+
+
+def test_a_token_is_not_shown(parse):
+    for fields in ({"hub_token": "secret"}, {"model_init_kwargs": {"token": "secret"}}):
+        assert "HF_TOKEN in" in (message := refused(parse, fields)) and "secret" not in message
+
+
+def test_what_a_launcher_cannot_do_is_refused_with_the_configuration(parse, monkeypatch):
+    answers = {"eval_fraction": 0.1, "guard_generations": 5}
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(PROJECT / "configs/accelerate/ds_zero3.json"))
+    assert "guard_generations 5: needs the full weights on each rank" in refused(parse, answers)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(PROJECT / "ds_config.json"))
+    assert parse(answers).train.guard_generations == 5
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert "guard_generations 5: needs the full weights on each rank" in refused(parse, answers)
+    assert "use_peft True: FSDP2 would put the whole policy" in refused(parse, {"use_peft": True})
+    assert "dtype bfloat16: under FSDP2 without bf16" in refused(parse, {"dtype": "bfloat16", "bf16": False})
+    message = refused(parse, {"ref_model_name_or_path": "org/other"})
+    assert message.startswith("preflight abort: under FSDP2 it would score the reference; run scripts/preflight.py")
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "apo_zero", ["sigmoid_norm", "sigmoid"]])
+def test_olmos_beta_with_a_loss_on_sums_is_refused_and_says_why(parse, loss):
+    message = refused(parse, {"loss_type": loss, "beta": 5})
+    assert "beta 5" in message and "sums log-probs over tokens" in message and "allow_unnormalized_beta" in message
+    assert parse({"loss_type": loss, "beta": 5, "allow_unnormalized_beta": True}).train.beta == 5
+    assert parse({"loss_type": loss, "beta": 0.1}).train.beta == 0.1
+    assert parse({"loss_type": ["sigmoid_norm", "sft"], "beta": 5}).train.beta == 5
+
+
+def test_a_recipe_of_another_trainer_is_told_all_at_once(parse):
+    """Fields of TRL's CLI, LLaMA-Factory and axolotl."""
+    fields = {"torch_dtype": "auto", "stage": "dpo", "cutoff_len": 1, "micro_batch_size": 4, "xyzzy": 1}
+    fields |= {"evals_per_epoch": 4, "adapter": "lora", "base_model": "m"}
+    message = refused(parse, fields, world_size=2)
+    expected = """8 fields to correct|here: dtype, see docs|'stage'; here: none (always DPO)|
+        |'cutoff_len'; here: max_length (|unknown field 'xyzzy'|here: eval_strategy: steps (|here: use_peft ("""
+    assert not [part for part in expected.split("|") if part.strip() not in message], message
+
+
+def test_trls_beta_with_the_default_loss_is_a_warning(parse, capsys):
+    parse({"loss_type": "sigmoid_norm", "beta": 0.1})
+    assert "beta is below 1" not in capsys.readouterr().err
+    parse({"beta": 0.1})
+    assert "warning: beta is below 1, but loss_type is not set" in capsys.readouterr().err
+
+
+def test_one_process_and_several_gpus(parse, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "use_cpu False: one process sees 4 GPUs" in refused(parse, {"use_cpu": False})
+
+
+@pytest.mark.parametrize(("processes", "size"), [(3, 132), (6, 144), (48, 192)])
+def test_the_next_global_batch_is_offered_that_four_pairs_a_gpu_divide(parse, processes, size):
+    assert refused(parse, world_size=processes).endswith(f"; choose {size}")
+    parse({"global_batch_size": size}, world_size=processes)
+
+
+def test_no_more_processes_read_the_data_than_there_are_cores(parse):
+    cores = len(os.sched_getaffinity(0))
+    assert parse({"dataset_num_proc": cores + 14}).train.dataset_num_proc == cores
+    assert parse({"dataset_num_proc": 1}).train.dataset_num_proc == 1
+
+
+def test_precision_without_a_gpu(parse):
+    config = parse()
+    assert (config.train.bf16, config.model.dtype) == (False, "float32")
+    assert parse({"dtype": "bfloat16", "use_peft": True}).model.dtype == "bfloat16"
+
+
+def test_wandb_is_off_without_a_key_and_said_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    off = "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set, and `wandb login` was not run"
+    assert resolve_report_to(["wandb"]) == ([], off)
+    assert resolve_report_to(["none"]) == ([], "tracking: none")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    both = ["wandb", "tensorboard"]
+    assert resolve_report_to(both.copy()) == (both, "tracking: wandb, tensorboard")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert resolve_report_to(["wandb"])[0] == []
+    for host in (urlsplit(DEFAULT_BASE_URL).hostname, "api.wandb.ai", "wandb.lab.org"):  # where `wandb login` writes
+        (tmp_path / "netrc").write_text(f"machine {host} login user password k")
+        assert resolve_report_to(["wandb"])[0] == ["wandb"]
+    (tmp_path / "netrc").write_text("machine huggingface.co login user password k")
+    assert resolve_report_to(["wandb"])[0] == []
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    assert resolve_report_to(["wandb"])[0] == ["wandb"]
+
+
+def test_mixture(parse):
+    entries = [{"path": "a.jsonl", "fraction": 0.3}, {"path": "org/b", "split": "test", "fraction": 0.7}]
+    one, two = parse({"dataset_name": "absent", "datasets": entries}).data.datasets
+    assert (one.path, one.split, one.fraction) == ("a.jsonl", "train", 0.3)
+    assert (two.path, two.split, two.fraction) == ("org/b", "test", 0.7)
+
+
+@pytest.mark.parametrize(
+    ("datasets", "part"),
+    [
+        ("a.jsonl", "must be a mapping, not str; give a list of mappings such as {path:"),
+        (["a.jsonl"], "must be a mapping, not str; give a list of mappings such as {path:"),
+        ([{"name": "a"}], "missing 1 required positional argument: 'path'; give a list"),
+        ([{"path": "a", "fractoin": 1}], "unexpected keyword argument 'fractoin'; give a list"),
+        ([{"path": "a", "fraction": 0.5}, {"path": "b"}], "fraction [0.5, None]: must be a number above 0 in all"),
+        ([{"path": "a", "fraction": 0.8}, {"path": "b", "fraction": -0.2}], "fraction [0.8, -0.2]: must be a number"),
+        ([{"path": "a", "fraction": 0}], "fraction [0]: must be a number"),
+        ([{"path": "a", "fraction": "50%"}], "fraction ['50%']: must be a number"),
+        ([], "dataset_name None: give a Hub id"),
+    ],
+)
+def test_wrong_mixture(parse, datasets, part):
+    assert part in refused(parse, {"dataset_name": "absent", "datasets": datasets})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"report_to": ["wandb", "tensorboard"], "eval_fraction": 0.1, "eval_strategy": "epoch", "save_strategy": "no"},
+        {
+            "loss_type": ["sigmoid_norm", "sft"],
+            "loss_weights": [1.0, 0.5],
+            "max_length": None,
+            "save_total_limit": None,
+        },
+        {"use_peft": True, "lora_target_modules": "q_proj", "model_init_kwargs": {"a": {"b": [1, None]}}},
+        {
+            "use_peft": False,
+            "lora_target_modules": "all-linear",
+            "accelerator_config": {"split_batches": False},
+            "warmup_steps": 100,
+        },
+        {"dataset_name": "absent", "datasets": [{"path": "a", "fraction": 1}, {"path": "b", "fraction": 2}]},
+        {"gradient_checkpointing": False, "max_steps": 3, "save_steps": 0.25, "run_name": "ü: 'x' #y", "seed": 0},
+    ],
+)
+def test_what_a_run_writes_down_reads_back_equal(parse, tmp_path, monkeypatch, fields):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    dump = parse(fields).as_dict()
+    assert json.loads(json.dumps(dump)) == dump  # plain types only
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(dump, sort_keys=False))
+    assert parse_config(["--config", str(tmp_path / "resolved.yaml")]).as_dict() == dump
+
+
+def test_a_tracker_that_is_not_installed_is_one_line():
+    for tracker in ("mlflow", "comet_ml", "dvclive"):
+        with pytest.raises(UserError, match=f"report_to {tracker}: not installed; pip install {tracker}, or remove"):
+            resolve_report_to([tracker])
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_fields_that_would_not_work_are_refused(parse, field):
+    value = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "ld_alpha": 0.0, "test_split_size": 0.1}
+    value |= {"deepspeed": "ds.json", "metric_for_best_model": "eval_loss"}
+    assert refused(parse, {field: value.get(field, True)}).startswith(f"{field} {value.get(field, True)}: ")
+
+
+def test_every_field_of_trl_is_in_its_table():
+    page = (PROJECT / "docs/reference.md").read_text().split("## Fields of TRL and Transformers")[1]
+    ours = {f.name for f in dataclasses.fields(DPOConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
+    assert not {name for name in ours | set(REFUSED) - {"streaming", "test_split_size"} if f"`{name}`" not in page}

@@ -1,0 +1,335 @@
+"""Settings chosen by memory; the optimizer's state before the first step; what an out-of-memory error says. None of it
+changes a loss."""
+
+import functools
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+import train_dpo
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import write_json
+from sfm_dpo.config.fields import parse_config
+from sfm_dpo.fit.calibration import calibrate
+from sfm_dpo.memory.activations import trace_activations
+from sfm_dpo.model import packing
+from sfm_dpo.run.checkpoint import STOP
+from sfm_dpo.run.folder import DATA, LOG, describe, read_file, read_resolved_config
+from sfm_dpo.run.start import begin
+from sfm_dpo.train.callbacks import Progress
+from sfm_dpo.train.fit_memory import NEW_RUN, REMEDIES, explain_out_of_memory
+from sfm_dpo.train.settings import Settings
+from sfm_dpo.train.trainer import arguments_for_trl
+from tests.e2e.runs import ROOT, clean_environment, launcher, make_place
+from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
+from tests.toolbox import as_options, error_line, logged, on_cpu, pairs
+from tests.train.test_trainer import make_trainer
+
+CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.02 GiB is"
+
+
+@functools.cache
+def trace_once(dtype: torch.dtype, checkpointing: bool):
+    return trace_activations(tiny_config("olmo3"), dtype, checkpointing)
+
+
+@pytest.fixture
+def train(tiny_folder, write_rows, tmp_path, monkeypatch):
+    """A function: name of a run and fields -> (exit code, losses, its folder)."""
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=2**29))  # or it grows by runs
+    monkeypatch.setattr("sfm_dpo.memory.planner.trace_activations", lambda config, *given: trace_once(*given))
+    model = tiny_folder("olmo3")
+    data = write_rows("pairs.jsonl", pairs(32))
+
+    def run(name: str, **fields):
+        folder = tmp_path / name
+        given = {"global_batch_size": 8, "per_device_train_batch_size": None, "padding_free": "true", "max_steps": 3}
+        given["gradient_checkpointing"] = None
+        given |= {"learning_rate": 1e-3, "train_sampling_strategy": "batch_rebalance", "save_strategy": "no"}
+        code = train_dpo.main(on_cpu(model, data, folder, **given | fields))
+        return code, [entry["loss"] for entry in logged(folder)] if code == 0 else [], folder
+
+    return run
+
+
+def test_checkpointing_kwargs_that_are_given_are_kept():
+    options = ["--model_name_or_path=m", "--dataset_name=x", "--use_cpu=true"]
+    config = parse_config([*options, '--gradient_checkpointing_kwargs={"offload": true}'])
+    shown = config.as_dict()
+    assert shown["gradient_checkpointing_kwargs"] == {"offload": True} and shown["gradient_checkpointing"] is None
+    for_trl = arguments_for_trl(config.train, Settings(8, 16, 3, "fa2"))
+    assert for_trl.activation_checkpointing_kwargs["offload"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_report")
+def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked(train, tmp_path, capsys):
+    fit = {"save_strategy": "steps", "save_steps": 100}
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def resume(gib: float, stop: bool) -> tuple[dict, list[float]]:
+        if stop:
+            (run / STOP).touch()
+        code, losses, _ = train("run", **fit, memory_gib=gib)
+        assert code == (75 if stop else 0)
+        return read_file(run / "data.json")["settings"]["memory"], losses
+
+    chosen, _ = resume(64, stop=True)
+    facts = read_file(run / "data.json")
+    assert facts["settings"]["flash_attention"] == "fa2"
+    facts["settings"]["flash_attention"] = "fa4"  # as was measured then
+    (run / "data.json").write_text(json.dumps(facts))
+    assert (chosen["per_device"], chosen["checkpointed_layers"]) == (8, 0)
+    asked = read_resolved_config(run)
+    assert asked["flash_attention"] == "auto"
+    assert asked["per_device_train_batch_size"] is None and asked["gradient_checkpointing"] is None
+    less = (chosen["bytes"] - 1) / 2**30
+    smaller, _ = resume(less, stop=True)
+    assert smaller["bytes"] <= less * 2**30 and smaller["per_device"] in (1, 2, 4, 8)
+    kept, resumed = resume(64, stop=False)
+    both = ("per_device", "checkpointed_layers")
+    assert [kept[name] for name in both] == [smaller[name] for name in both] != [8, 0]
+    assert read_file(run / "data.json")["settings"]["flash_attention"] == "fa4"
+    code, losses, _ = train("uninterrupted", **fit, memory_gib=64)
+    assert code == 0 and resumed == pytest.approx(losses, abs=1e-5)
+    code, _, _ = train("other", **fit, memory_gib=0.0001)
+    assert code == 2 and "GiB; the smallest is 1 pair(s) per device" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_report")
+def test_a_micro_batch_that_does_not_fit_is_a_line_that_names_a_smaller_setting(train, monkeypatch, capsys):
+    def does_not_fit(*args):
+        raise torch.OutOfMemoryError(CUDA)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_dpo.SFMDPOTrainer, "_compute_loss", does_not_fit)
+        code, _, run = train("large")
+    assert code == 2 and read_file(run / "status.json")["state"] == "failed"
+    line = error_line(capsys.readouterr().err)
+    assert re.search(r"out of memory in training, step 1, micro-batch of 8 pairs, [\d,]+ tokens", line), line
+    smaller = shlex.split(re.search(r"; use the next smaller setting: (--per_device[^;]*);", line)[1])
+    fields = {name.removeprefix("--"): value for name, value in zip(smaller[::2], smaller[1::2], strict=True)}
+    code, _, _ = train("large", **fields)
+    settings = read_file(run / "data.json")["settings"]
+    assert code == 0 and settings["micro_batch"] == int(fields["per_device_train_batch_size"])
+    assert settings["checkpointed_layers"] == int(fields["checkpointed_layers"]) and not settings["memory"]
+
+
+def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
+    live = "--precompute_ref_log_probs=false"
+    trainer = make_trainer(tiny_folder("olmo3"), tmp_path, "--max_steps=1", live, "--checkpointed_layers=2")
+    trainer.eval_dataset = trainer.train_dataset
+
+    def checkpointed():
+        return [layer.gradient_checkpointing for layer in trainer.bare_model().model.layers]
+
+    hooks = trainer.bare_model().get_input_embeddings()._forward_hooks
+    trainer.train()
+    assert checkpointed() == [True, True, False] and len(hooks) == 1
+    trainer.evaluate()
+    batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[0]]))
+    trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, batch)
+    assert checkpointed() == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (torch.OutOfMemoryError(CUDA), "step 8 (CUDA out of memory. Tried to allocate 2.50 GiB."),
+        (RuntimeError("alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried"), "alloc_cpu.cpp"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "; use a smaller"),
+        (MemoryError(), "training, step 8 (MemoryError); use a smaller per_device_train_batch_size, or set"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+    ],
+    ids=["CUDA", "CPU", "cuBLAS", "Python", "another"],
+)
+def test_errors_that_are_out_of_memory(error, line, tmp_path):
+    progress = Progress()
+    progress.begin_micro_batch("training", 7, {})
+    end = explain_out_of_memory(error, progress, tmp_path)
+    assert (end is None) == (line is None)
+    if end:
+        assert (end.exit_code, end.state) == (2, "failed") and line in str(end)
+
+
+@pytest.mark.parametrize(
+    ("smaller", "remedy"),
+    [(None, NEW_RUN), ("--checkpointed_layers 2", "use the next smaller setting: --checkpointed_layers 2; or ")],
+)
+def test_what_helps_if_the_memory_of_a_chosen_setting_is_exceeded(tmp_path, smaller, remedy):
+    write_json(tmp_path / DATA, {"settings": {"memory": {"smaller": smaller}}})
+    progress = Progress()
+    progress.begin_micro_batch("training", 7, {})
+    assert f"(MemoryError); {remedy}" in str(explain_out_of_memory(MemoryError(), progress, tmp_path))
+
+
+@pytest.mark.parametrize("phase", [*REMEDIES, "loading"])
+def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_path, phase):
+    fields = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir", str(tmp_path)]
+    describe(parse_config(fields), {})
+    (tmp_path / LOG).write_text('{"step": 1, "loss": 0.7}')
+    progress = Progress()
+    progress.begin_micro_batch(phase, 7, {})
+    here, _, elsewhere = str(explain_out_of_memory(MemoryError(), progress, tmp_path)).partition(
+        "in a new output_dir, "
+    )
+    options = {"gradient_checkpointing: true": ["--gradient_checkpointing", "true"]}
+    options |= {name: [f"--{name}", "1"] for name in re.findall(r"\w+_batch_size", here)}
+    named = [value for name, value in options.items() if name in here]
+    assert bool(named) == (phase != "loading")
+    for remedy in named:
+        assert begin(parse_config([*fields, *remedy])).trains, remedy
+    assert "max_length" in elsewhere
+    with pytest.raises(UserError, match="holds another run"):
+        begin(parse_config([*fields, "--max_length", "512"]))
+
+
+def leak_one_key(monkeypatch):
+    """Lets each sequence of a packed row see the last token of the one before."""
+    real = packing.boundary_arguments
+
+    def leaking(cu: torch.Tensor, max_length: int, **_) -> dict:
+        keys = []
+        is_copy = []
+        for start, end in cu.unfold(0, 2, 1).tolist():
+            leaked = [start - 1] * (start > 0)
+            keys += [*leaked, *range(start, end)]
+            is_copy += [True] * len(leaked) + [False] * (end - start)
+        cu_keys = cu + (torch.arange(len(cu)) - 1).clamp(min=0)
+        order = torch.tensor(is_copy).byte().argsort(stable=True).int()
+        shared = {"cu_seq_lens_k": cu_keys.int(), "shared_keys": torch.tensor(keys).int(), "shared_order": order}
+        return real(cu, max_length + 1, **shared)
+
+    monkeypatch.setattr(packing, "boundary_arguments", leaking)
+
+
+def calibrated(folder, output_dir, *cli: str, **options):
+    trainer = make_trainer(folder, output_dir, "--padding_free=true", *cli, **options)
+    random = torch.get_rng_state()
+    result, settings = calibrate(trainer, None)
+    assert settings == trainer.settings and torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in trainer.model.parameters())
+    return result
+
+
+def random_pairs(tokens: int) -> Dataset:
+    rng = np.random.default_rng(0)
+    answers = ["".join(map(chr, rng.integers(97, 123, tokens))) for _ in range(2)]
+    return Dataset.from_list([{"prompt": "a short question?", "chosen": answers[0], "rejected": answers[1]}] * 4)
+
+
+@pytest.mark.parametrize(("tokens", "bf16"), [(20, "true"), (200, "false"), (2000, "true")])
+def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_path, monkeypatch, bf16, tokens):
+    cli = ["--prefix_sharing=false", "--max_length=4096", f"--bf16={bf16}"]
+    assert calibrated(tiny_folder("llama"), tmp_path, *cli, data=random_pairs(tokens)).ratios["packed"] < 3
+    leak_one_key(monkeypatch)
+    line = r"^calibration: packed differs from padded in .* by .*, \d+ times noise; set padding_free: false$"
+    with pytest.raises(UserError, match=line):
+        calibrated(tiny_folder("llama"), tmp_path, *cli, data=random_pairs(tokens))
+
+
+def test_a_shared_prompt_whose_keys_are_wrong_stops_the_start(tiny_folder, tmp_path, monkeypatch):
+    real = packing.boundary_arguments
+
+    def shift(cu, longest, **shared):
+        if shared:
+            shared["shared_keys"] = shared["shared_keys"].roll(1)
+        return real(cu, longest, **shared)
+
+    monkeypatch.setattr(packing, "boundary_arguments", shift)
+    with pytest.raises(UserError, match=r"^calibration: shared differs .*; set prefix_sharing: false$"):
+        calibrated(tiny_folder("llama"), tmp_path)
+
+
+ADAPTER = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "cli", "peft"),
+    [
+        *((architecture, [], None) for architecture in ("gpt_neox", "olmo3", "olmoe", "smollm3")),
+        ("llama", ["--bf16=true", "--gradient_checkpointing=false"], ADAPTER),
+        ("llama", ["--torch_compile=true", "--torch_compile_backend=aot_eager"], None),
+        ("llama", ["--padding_free=false"], None),
+        ("llama", ["--max_length=20", "--global_batch_size=1", "--per_device_train_batch_size=1"], None),  # 3 pairs
+    ],
+)
+def test_noise_explains_what_differs(architecture, cli, peft, tiny_folder, tmp_path):
+    result = calibrated(tiny_folder(architecture), tmp_path, *cli, peft=peft)
+    assert 0 < result.noise < 0.05 and max(result.ratios.values()) < 3
+
+
+def test_large_logits_are_noisy_and_not_wrong(tmp_path, write_rows, no_report):
+    """A base model whose largest logits are about 200, in bf16: from calibration to the loss of step 0."""
+    model = tiny_model("llama")
+    model.lm_head.weight.data *= 25
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    cached = {"bf16": "true", "padding_free": "true", "precompute_ref_log_probs": "true", "max_steps": 2}
+    argv = on_cpu(tmp_path / "model", write_rows("pairs.jsonl", pairs(8)), tmp_path / "run", **cached)
+    assert train_dpo.main(argv) == 0
+    assert read_file(tmp_path / "run/data.json")["calibration"]["noise"] > 0.1
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A function: number of processes, kind of each run by its name, fields -> the folders of the runs."""
+    place = make_place(tmp_path_factory.mktemp("calibrated"), pairs(24), {"olmo3": {}}, {"max_steps": 3})
+
+    def run(processes: int, kinds: dict[str, str], **fields) -> list[Path]:
+        folders = [place.folder / f"{name}, {processes}, {fields}" for name in kinds]
+        of_name = dict(zip(kinds, map(str, folders), strict=True))
+        argvs = [as_options(place.values(folder.name, **fields)) for folder in folders]
+        file = place.folder / "runs.json"
+        runs = [(of_name.get(kind, kind), argv) for kind, argv in zip(kinds.values(), argvs, strict=True)]
+        file.write_text(json.dumps(runs))
+        command = [*launcher(processes, "cpu"), str(ROOT / "tests/fit/calibrated_runs.py"), str(file)]
+        env = clean_environment(place.hf_home)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return folders
+
+    return run
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "bf16"),
+    [
+        (2, "false"),
+        *(pytest.param(*case, marks=pytest.mark.grid) for case in [(2, "true"), (1, "false"), (1, "true")]),
+    ],
+)
+def test_a_calibrated_run_ends_with_the_weights_of_one_that_is_not(start, processes, bf16):
+    fields = {"use_cpu": "true", "bf16": bf16, "checkpointed_layers": 1}
+    calibrated, plain = start(processes, {"calibrated": "with", "plain": "without"}, **fields)
+    assert weights(calibrated) == weights(plain)
+    assert read_file(calibrated / "data.json")["calibration"]["noise"] > 0
+
+
+@pytest.mark.slow
+def test_where_one_rank_has_less_memory_all_build_the_trainer_again_with_a_smaller_setting(start):
+    fields = {"use_cpu": "true", "per_device_train_batch_size": None, "gradient_checkpointing": None}
+    less, again = start(2, {"first": "less", "again": "first"}, **fields)
+    data, expected = (read_file(run / "data.json") for run in (less, again))
+    memory = data["settings"]["memory"]
+    assert (memory["per_device"], memory["checkpointed_layers"]) != (4, 0)
+    assert data["settings"]["micro_batch"] == expected["settings"]["micro_batch"] == memory["per_device"]
+    assert data["calibration"]["measured_bytes"] > data["calibration"]["planned_bytes"] / 2
+    assert weights(less) == weights(again) and logged(less) == logged(again)
