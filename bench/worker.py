@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,12 @@ from trl import DPOConfig, DPOTrainer
 from bench.lengths import MAX_LENGTH, sample_lengths
 from bench.throughput import BATCH, DEMO, MODELS, ROOT, SHIPPED, VARIANTS, recipe_of
 from sfm_dpo.config.fields import parse_config
+from sfm_dpo.fit.fit import fit
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.model.loading import load_model_config
-from sfm_dpo.run.start import Origin
+from sfm_dpo.run.start import Before
 from sfm_dpo.train.metrics import CountingCollator, Meter, peak_memory_gib
 from sfm_dpo.train.reference_cache import add_reference
-from sfm_dpo.train.settings import decide_settings
 from sfm_dpo.train.trainer import SFMDPOTrainer
-from train_dpo import build_calibrated
 
 CPU_SHAPE = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 1024}
 CPU_SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -236,9 +233,9 @@ def make_trainer(job: dict) -> DPOTrainer:
     config.train.model_init_kwargs = init_kwargs  # in the dtype of stock TRL, which no recipe could set on a GPU
     if variant not in SHIPPED:
         return SFMDPOTrainer(config, **common)
-    Path(config.train.output_dir).mkdir()
-    chosen, plan = decide_settings(config, pairs, load_model_config(config))
-    return build_calibrated(partial(SFMDPOTrainer, config, **common), chosen, plan, Origin())  # as a start does
+    trainer = SFMDPOTrainer(config, **common)
+    fit(trainer, Before())  # as a start does
+    return trainer
 
 
 def matmul_rate() -> float:

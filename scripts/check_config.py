@@ -65,9 +65,9 @@ def main(argv: list[str]) -> int:
         print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
         return 0
     from sfm_dpo.evaluation.eval_command import EvalCommand  # these take seconds
-    from sfm_dpo.training_run import Run
+    from sfm_dpo.training_run import TrainingRun
 
-    with contextlib.redirect_stdout(sys.stderr), Run() as this:  # the batch script reads stdout
+    with contextlib.redirect_stdout(sys.stderr), TrainingRun() as this:  # the batch script reads stdout
         this.close_steps(config, this.begin(config).open, EvalCommand(config.train))
     return this.exit_code
 

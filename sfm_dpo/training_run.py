@@ -19,21 +19,25 @@ from sfm_dpo.common.errors import (
     RunEnd,
     StopRequested,
 )
-from sfm_dpo.common.files import write_atomically
+from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.fields import Config
+from sfm_dpo.data.pairs import TokenPairs
 from sfm_dpo.evaluation.eval_command import EvalCommand
 from sfm_dpo.hub.upload import push_finished
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_summary, write_report
 from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of, stop_is_for_good
+from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.folder import (
+    DATA,
     ERROR,
     EVALUATED,
     PUSHED,
     REPORTED,
     RESOLVED_CONFIG,
     State,
+    describe,
     has_failed,
     make_folder,
     message_of_rank,
@@ -43,8 +47,7 @@ from sfm_dpo.run.folder import (
 )
 from sfm_dpo.run.lock import Lease, take_folder
 from sfm_dpo.run.start import Start, begin, list_open
-from sfm_dpo.train.callbacks import Progress
-from sfm_dpo.train.fit_memory import explain_out_of_memory
+from sfm_dpo.train.callbacks import Progress, explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from sfm_dpo.train.watchdog import Watchdog
 
@@ -56,11 +59,13 @@ UNWRITABLE_SIGNS = dict.fromkeys(("unexpected pos", "iostream error"), "free spa
 UNWRITABLE_SIGNS |= {os.strerror(number): DISK_REMEDIES[number] for number in UNWRITABLE}
 
 
-class Run:
+class TrainingRun:
     """A run and its folder, which it owns until it ends; status.json and the report then say how it ended."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None  # output_dir, once this run may write into it
+        self.facts: RunFacts | None = None
+        self.step = 0  # at which this start begins
         self.progress = Progress()
         self.watchdog: Watchdog | None = None
         self.lease: Lease | None = None
@@ -90,11 +95,24 @@ class Run:
             return start
         self.folder = folder
         self.is_training = not config.train.preflight_only
+        self.step = step_of(start.before.checkpoint)
         (folder / ERROR).unlink(missing_ok=True)
         if not (folder / RESOLVED_CONFIG).is_file():  # without it, the folder is empty until the data are read
             write_status(folder, State.RUNNING, message="loading")
         self.watchdog = Watchdog(folder, config.train.hang_timeout, config.train.ddp_timeout, self.progress)
         return start
+
+    def record(self, facts: RunFacts, config: Config | None = None, pairs: TokenPairs | None = None) -> None:
+        """Writes data.json; the first time, with `config` and `pairs`, also the folder's other files of a start."""
+        self.facts = facts
+        if not is_main_process():
+            return
+        assert self.folder
+        if config and pairs:
+            describe(config, self.step)
+            pairs.write_dropped(self.folder / "dropped.jsonl")
+            write_status(self.folder, State.RUNNING, step=self.step)
+        write_json(self.folder / DATA, facts.as_dict())
 
     def finish(self, trainer: SFMDPOTrainer) -> list[str]:
         """Marks a run as trained and saved, whatever happens next; returns the steps of its end that are left."""
@@ -156,7 +174,8 @@ class Run:
     def _explain(self, error: BaseException) -> RunEnd | None:
         """The end that an exception means; None for a crash."""
         cause = error.__cause__ if isinstance(error, RunEnd) else error  # of user_input, or what it has wrapped
-        if cause and self.folder and (memory := explain_out_of_memory(cause, self.progress, self.folder)):
+        settings = self.facts.settings if self.facts else None
+        if cause and self.folder and (memory := explain_out_of_memory(cause, self.progress, settings)):
             return memory
         if isinstance(error, RunEnd):
             return error

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
+from sfm_dpo.common.distributed import gather, main_process_first
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config.checks import read_eval_sets
 from sfm_dpo.config.fields import Config, TrainConfig
@@ -107,6 +108,26 @@ def check_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         raise UserError(f"ref_model_name_or_path {name}: its vocabulary differs from the policy's; choose another")
     if other.chat_template != tokenizer.chat_template:
         raise UserError(f"ref_model_name_or_path {name}: its chat template differs; copy the policy's into its folder")
+
+
+def load_data(config: Config) -> tuple[TokenPairs, PreTrainedTokenizerBase]:
+    """The pairs of a run, the same on all ranks, and its tokenizer. All ranks must call it. Raises UserError for data
+    that the model cannot take."""
+    tokenizer = load_tokenizer(config)
+    if config.train.ref_model_name_or_path:
+        check_reference(config, tokenizer)
+    pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
+    model_configs = [load_model_config(part).get_text_config() for part in config.parts]
+    for tokens in pairs.splits.values():
+        check_vocabulary(tokens, tokenizer, model_configs[0].vocab_size)
+        for model_config in model_configs:
+            check_positions(tokens, model_config, config.train)
+    hashes = gather([hash_tokens(tokens) for tokens in pairs.splits.values()])
+    if others := [str(rank) for rank, its in enumerate(hashes) if its != hashes[0]]:
+        found = f"rank(s) {', '.join(others)} read other pairs than rank 0"
+        raise UserError(f"dataset_name {', '.join(pairs.sources)}: {found}; give all nodes the same files and HF_HOME")
+    log.info(f"data\n{pairs.table()}")
+    return pairs, tokenizer
 
 
 def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> TokenPairs:
@@ -271,8 +292,13 @@ def _split_ids(prompt: list[int], prompt_chosen: list[int], prompt_rejected: lis
     return row
 
 
+_HASHES: dict[str, str] = {}  # by fingerprint of a dataset, which `datasets` changes with its content
+
+
 def hash_tokens(dataset: Dataset) -> str:
     """Hash of the ids of all rows, in order, and of the masked spans."""
+    if dataset._fingerprint in _HASHES:
+        return _HASHES[dataset._fingerprint]
     digest = xxhash.xxh3_128()
     columns = [name for name in ("prompt_ids", "chosen_ids", "rejected_ids", "masked") if name in dataset.column_names]
     for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=1000):
@@ -283,4 +309,4 @@ def hash_tokens(dataset: Dataset) -> str:
                 continue  # without tool results the hash equals that of versions that did not mask them
             digest.update(np.ascontiguousarray(column.value_lengths().to_numpy()).tobytes())
             digest.update(np.ascontiguousarray(values).tobytes())
-    return digest.hexdigest()
+    return _HASHES.setdefault(dataset._fingerprint, digest.hexdigest())

@@ -1,7 +1,7 @@
 """Calibration: before anything is spent, a start measures its noise, paths, kernels, memory and speed.
 
 It measures on the model, the pairs and the device of the run, before the reference pass. Gradients are dropped as they
-arrive, so no weight changes. What it finds is recorded in data.json as `calibration`; a resumed run reads that.
+arrive, so no weight changes. fit.py decides by what is measured here.
 """
 
 import logging
@@ -12,30 +12,28 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from accelerate.utils import AutocastKwargs, release_memory
 from torch.nn.functional import avg_pool1d
 
 from sfm_dpo.common.distributed import gather
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.process import give_back_freed_pages, resident_bytes
 from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.memory.planner import Candidate
 from sfm_dpo.model.attention import activate_flash, usable_kernels
 from sfm_dpo.model.flops import peak_flops
 from sfm_dpo.model.loading import blocks, checkpoint_layers
-from sfm_dpo.run.reader import describe_calibration
-from sfm_dpo.train.fit_memory import MemoryPlan, is_out_of_memory
+from sfm_dpo.train.callbacks import is_out_of_memory
 from sfm_dpo.train.frozen_model import frozen_model
 from sfm_dpo.train.metrics import peak_memory_gib
-from sfm_dpo.train.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -45,23 +43,9 @@ WINDOW = 16  # tokens: a leaked key changes only an answer's first log-probs
 SAMPLE = 16_384  # gradient elements of each tensor
 SMALL = 0.01  # kinds of tensor with a smaller share of the gradient's norm are not compared
 FASTER = 0.95  # of FA2's time: another kernel is chosen only if it takes less
-ROUNDS = 3  # settings that are tried
+SAMPLES = 3  # of a duration
+ENOUGH = 4.0  # seconds
 REMEDIES = {"packed": "padding_free: false", "shared": "prefix_sharing: false"}
-
-
-@dataclass(frozen=True)
-class Calibration:
-    # Nats: how far a log-prob differs between batch shapes, the largest mean over WINDOW tokens
-    noise: float | None = None
-    ratios: dict[str, float] = field(default_factory=dict)  # by path and kernel: largest difference over noise
-    planned_bytes: int | None = None  # of the largest micro-batch and the states of training, on each device
-    measured_bytes: int | None = None
-    milliseconds: dict[str, float] = field(default_factory=dict)  # of an average micro-batch, by kernel
-    hours: float | None = None  # of training, without communication, evaluation and saves
-    reference_hours: float | None = None
-    tokens_per_second: float | None = None  # of a device
-    mfu: float | None = None
-    seconds: float = 0.0  # that calibration took
 
 
 @dataclass
@@ -97,41 +81,16 @@ def take_gradients(model: torch.nn.Module, computed: Computed | None = None) -> 
         model.zero_grad()  # of a backward that ran out of memory
 
 
-def calibrate(trainer: Any, plan: MemoryPlan | None) -> tuple[Calibration, Settings]:
-    """Measures, and returns the settings that the run should have; a trainer with others must be built again. All
-    ranks must call it before the reference pass, and get the same.
-
-    `plan`: the settings that memory may choose from, or None if memory and speed are not measured. Raises UserError
-    if a path or kernel differs from the padded one by more than the noise, and if no setting fits into memory.
-    """
-    begin = time.monotonic()
-    # ZeRO-3 and FSDP2 shard the policy only when training begins
-    is_whole = trainer.zero_stage != 3 and not trainer.is_fsdp_enabled
+@contextmanager
+def base_policy(trainer: Any) -> Iterator[Any]:
+    """The policy, which must still be the base model, on its device; the random state is restored afterwards."""
     device = trainer.accelerator.device
-    settings = trainer.settings
-    with frozen_model(trainer, "policy") as policy, torch.random.fork_rng([device] if device.type == "cuda" else []):
-        model = policy.model
-        noise, ratios, kernels = compare_paths(trainer, model, is_whole)
-        result = Calibration(noise, ratios)
-        if plan and is_whole:
-            candidate, measured = find_setting(trainer, model, plan)
-            if (settings.micro_batch, settings.checkpointed_layers) != candidate.setting:
-                settings = settings.replace_candidate(candidate)
-            planned = plan.states + candidate.activations
-            flash, speed = measure_speed(trainer, model, settings, kernels)
-            settings = replace(settings, flash_attention=flash)
-            result = replace(result, planned_bytes=planned, measured_bytes=measured, **speed)
-        elif plan:
-            candidate = plan.choose(plan.states)
-            if candidate.bytes > plan.limit:
-                plan.refuse(candidate)
-            log.info(f"calibration: planned, because training will shard the weights: {candidate}")
-    result = replace(result, seconds=time.monotonic() - begin)
-    log.info(f"calibration: {'; '.join(map(' '.join, describe_calibration(asdict(result))))}")
-    return result, settings
+    devices = [device] if device.type == "cuda" else []
+    with frozen_model(trainer, "policy") as policy, torch.random.fork_rng(devices):
+        yield policy.model
 
 
-def load_pairs(trainer: Any, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+def load_batch(trainer: Any, rows: Sequence[int]) -> dict[str, torch.Tensor]:
     batch = trainer.load_batch(trainer.train_dataset, rows)
     trainer.progress.phase = "calibration"
     return batch
@@ -149,7 +108,7 @@ def select_pairs(trainer: Any) -> list[int]:
 def compute_pair(trainer: Any, model: Any, rows: Sequence[int], path: str, backward: bool) -> Computed:
     """The first of the pairs `rows`, computed in one batch with the others. The gradient is that of the loss at step
     0, where policy and reference agree: of mean log-prob (rejected) - mean log-prob (chosen), up to a factor."""
-    batch = load_pairs(trainer, rows)
+    batch = load_batch(trainer, rows)
     mask = batch.pop("completion_mask")
     labels = batch["input_ids"].masked_fill(mask == 0, -100)
     options: dict[str, Any] = {"path": path} if trainer.packed else {}
@@ -174,7 +133,7 @@ def compute_pair(trainer: Any, model: Any, rows: Sequence[int], path: str, backw
 def compute_plainly(trainer: Any, model: Any, row: int) -> tuple[Computed, float]:
     """The pair by the model's own forward and head, a sequence at a time, and the root mean square of each token's
     largest logit."""
-    batch = load_pairs(trainer, [row])
+    batch = load_batch(trainer, [row])
     logps = []
     largest = []
     columns = (batch["input_ids"], batch["attention_mask"], batch["completion_mask"])
@@ -302,47 +261,29 @@ def compute_by_kernel(
         activate_flash("fa2")
 
 
-def find_setting(trainer: Any, model: Any, plan: MemoryPlan) -> tuple[Candidate, int]:
-    """The setting of least work that has been measured to fit, and its bytes. After each measurement the next one is
-    chosen by the ratio of measured to planned activations. Raises UserError if none fits."""
-    candidate = plan.choose(plan.states)
-    tried: dict[tuple[int, int], tuple[Candidate, float]] = {}
-    while len(tried) < ROUNDS and candidate.setting not in tried:
-        size, activations = measure_memory(trainer, model, candidate, plan)
-        tried[candidate.setting] = candidate, size
-        found = f"{size / 2**30:.2f} GiB" if math.isfinite(size) else "more than there is"
-        log.info(f"calibration: {candidate}; measured: {found} of {plan.limit / 2**30:.2f} GiB")
-        states = size - activations
-        if not math.isfinite(size):
-            states = plan.states
-            activations = 1.1 * max(plan.limit - states, candidate.activations)
-        if len(tried) == ROUNDS - 1 and all(size > plan.limit for _, size in tried.values()):
-            states = plan.limit  # the smallest of all
-        candidate = plan.choose(int(states), activations / candidate.activations)
-    fitting = [(tested, int(size)) for tested, size in tried.values() if size <= plan.limit]
-    if not fitting:
-        plan.refuse(candidate)
-    return min(fitting, key=lambda found: found[0].work)
+def count_released(trainer: Any) -> int:
+    """Bytes of a separate reference, which training frees once its log-probs are cached."""
+    if trainer.ref_model is None or not trainer.config.train.precompute_ref_log_probs:
+        return 0
+    return sum(parameter.nbytes for parameter in trainer.ref_model.parameters())
 
 
-def measure_memory(trainer: Any, model: Any, candidate: Candidate, plan: MemoryPlan) -> tuple[float, float]:
+def measure_memory(
+    trainer: Any, model: Any, candidate: Candidate, absent: int, resident: float
+) -> tuple[float, float]:
     """Bytes of a process at the peak of the largest micro-batch, with the states of training, and of its activations;
-    the most of all ranks; both inf if a rank has run out of memory."""
+    the most of all ranks; both inf if a rank has run out of memory. `absent`: bytes that training will allocate
+    besides; `resident`: bytes before anything had run."""
     device = trainer.accelerator.device
     rows = trainer.train_sampler.largest_micro_batch(candidate.per_device)
-    released = 0  # a separate reference whose log-probs will be cached
-    if trainer.config.train.precompute_ref_log_probs and trainer.ref_model is not None:
-        released = sum(p.nbytes for p in trainer.ref_model.parameters())
-    absent = max(0, plan.absent - released)
-    on_gpu = device.type == "cuda"
     release_memory()
     try:
         # A CPU's pages would be taken only when they are written
-        reserved: Any = torch.empty(absent if on_gpu else 0, dtype=torch.uint8, device=device)
-        before = reset_peak_memory()
+        reserved: Any = torch.empty(absent if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+        reset_peak_memory()
         run_micro_batch(trainer, model, rows, candidate.checkpointed_layers)
         peak = peak_memory_gib() * 2**30
-        found = (peak + absent - reserved.nbytes, peak - before)
+        found = (peak + absent - reserved.nbytes, peak - reserved.nbytes - resident)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -350,7 +291,7 @@ def measure_memory(trainer: Any, model: Any, candidate: Candidate, plan: MemoryP
         found = (math.inf, math.inf)
     reserved = None
     sizes, activations = zip(*gather(found), strict=True)
-    return max(sizes), max(activations)
+    return max(sizes), max(1.0, *activations)
 
 
 def reset_peak_memory() -> float:
@@ -358,14 +299,15 @@ def reset_peak_memory() -> float:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
+    give_back_freed_pages()
     with suppress(OSError):  # then the peak since the start counts
         Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak resident set (proc(5))
-    return psutil.Process().memory_info().rss
+    return resident_bytes()
 
 
 def run_micro_batch(trainer: Any, model: Any, rows: Sequence[int], checkpointed_layers: int) -> None:
     """Forward and backward of TRL's loss, as in training; gradients are dropped."""
-    batch = load_pairs(trainer, rows)
+    batch = load_batch(trainer, rows)
     reference = batch["input_ids"].new_zeros(len(rows), dtype=torch.float32)
     batch |= {"ref_chosen_logps": reference, "ref_rejected_logps": reference}
     with take_gradients(model), checkpointed(trainer, checkpointed_layers):
@@ -375,47 +317,68 @@ def run_micro_batch(trainer: Any, model: Any, rows: Sequence[int], checkpointed_
         loss.backward()
 
 
-def measure_speed(trainer: Any, model: Any, settings: Settings, kernels: list[str]) -> tuple[str, dict[str, Any]]:
-    """The fastest kernel, and for `Calibration` what an average micro-batch takes with it."""
-    args = trainer.config.train
-    sampler = trainer.train_sampler
-    micro_batches = sampler.micro_batches(sampler.steps(0), settings.micro_batch).reshape(-1, settings.micro_batch)
-    costs = sampler.layout.cost[micro_batches].sum(axis=1)
-    rows = micro_batches[np.abs(costs - costs.mean()).argmin()]
+def choose_kernel(trainer: Any, model: Any, kernels: list[str]) -> tuple[str, dict[str, float]]:
+    """The kernel that is asked for, or the fastest of `kernels` by more than chance; and, if there are several, the
+    milliseconds that an average pair takes with each, all layers checkpointed: memory is measured afterwards."""
+    asked = trainer.config.train.flash_attention
+    if len(kernels) == 1:
+        return (kernels[0] if asked == "auto" else asked), {}
+    rows = select_average(trainer, 1)
     milliseconds = {}
     for kernel in kernels:
         activate_flash(kernel)
-        run = partial(run_micro_batch, trainer, model, rows, settings.checkpointed_layers)
-        if len(kernels) > 1:
-            run()  # may compile the kernel for these shapes
+        run = partial(run_micro_batch, trainer, model, rows, len(blocks(model)))
         milliseconds[kernel] = 1000 * measure_seconds(trainer, run)
-    chosen = min(milliseconds, key=lambda kernel: milliseconds[kernel])
-    if args.flash_attention != "auto":
-        chosen = args.flash_attention
-    elif milliseconds[chosen] > FASTER * milliseconds["fa2"]:
-        chosen = "fa2"
-    if takes_flash(trainer):
-        activate_flash(chosen)
-    seconds = milliseconds.get(chosen, milliseconds["fa2"]) / 1000
-    forward = measure_seconds(trainer, partial(trainer.compute_ref_log_probs, model, load_pairs(trainer, rows)))
-    counts = trainer.data_collator([trainer.train_dataset[int(row)] for row in rows])["counts"]
-    peak = peak_flops(torch.cuda.get_device_name()) if trainer.accelerator.device.type == "cuda" else None
-    mfu = counts["flops"] / seconds / peak if peak else None
-    speed = {"milliseconds": milliseconds, "tokens_per_second": counts["tokens"] / seconds, "mfu": mfu}
-    steps = args.max_steps if args.max_steps > 0 else len(sampler) / args.global_batch_size * args.num_train_epochs
+    fastest = min(milliseconds, key=lambda kernel: milliseconds[kernel])
+    if milliseconds[fastest] > FASTER * milliseconds["fa2"]:
+        fastest = "fa2"
+    return (fastest if asked == "auto" else asked), milliseconds
+
+
+def select_average(trainer: Any, size: int) -> list[int]:
+    """The rows of the micro-batch of `size` pairs whose cost is nearest to the mean."""
+    sampler = trainer.train_sampler
+    micro_batches = sampler.micro_batches(sampler.steps(0), size).reshape(-1, size)
+    costs = sampler.layout.cost[micro_batches].sum(axis=1)
+    return micro_batches[np.abs(costs - costs.mean()).argmin()].tolist()
+
+
+def measure_speed(trainer: Any, model: Any) -> dict[str, Any]:
+    """For `Calibration`: what an average micro-batch takes with the trainer's settings, and the hours that follow."""
+    args = trainer.config.train
+    settings = trainer.settings
+    sampler = trainer.train_sampler
+    rows = select_average(trainer, settings.micro_batch)
+    run = partial(run_micro_batch, trainer, model, rows, settings.checkpointed_layers)
+    seconds = measure_seconds(trainer, run)
+    forward = measure_seconds(trainer, partial(trainer.compute_ref_log_probs, model, load_batch(trainer, rows)))
+    milliseconds = 1000 * seconds
     reference_hours = len(sampler) / settings.micro_batch / trainer.accelerator.num_processes * forward / 3600
-    if not args.precompute_ref_log_probs:
+    if not args.precompute_ref_log_probs:  # the reference is a part of each step, also of its FLOPs
         seconds += forward
         reference_hours = 0.0
-    hours = steps * settings.accumulation_steps * seconds / 3600
-    return chosen, speed | {"hours": hours, "reference_hours": reference_hours}
+    counts = trainer.data_collator([trainer.train_dataset[int(row)] for row in rows])["counts"]
+    peak = peak_flops(torch.cuda.get_device_name()) if trainer.accelerator.device.type == "cuda" else None
+    steps = args.max_steps if args.max_steps > 0 else len(sampler) / args.global_batch_size * args.num_train_epochs
+    return {
+        "milliseconds": milliseconds,
+        "tokens_per_second": counts["tokens"] / seconds,
+        "mfu": counts["flops"] / seconds / peak if peak else None,
+        "hours": steps * settings.accumulation_steps * seconds / 3600,
+        "reference_hours": reference_hours,
+    }
 
 
 def measure_seconds(trainer: Any, action: Callable[[], Any]) -> float:
-    """Seconds until the devices of all ranks have done the work of `action`."""
+    """Seconds until the devices of all ranks have done the work of `action`: the median of SAMPLES, after one that
+    does not count because it may compile kernels; fewer samples if they take longer than ENOUGH seconds."""
     synchronize = torch.cuda.synchronize if trainer.accelerator.device.type == "cuda" else int
-    synchronize()
-    begin = time.monotonic()
     action()
-    synchronize()
-    return max(gather(time.monotonic() - begin))
+    samples: list[float] = []
+    while len(samples) < SAMPLES and sum(samples) < ENOUGH:
+        synchronize()
+        begin = time.monotonic()
+        action()
+        synchronize()
+        samples.append(max(gather(time.monotonic() - begin)))
+    return float(np.median(samples))

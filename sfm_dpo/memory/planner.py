@@ -4,6 +4,7 @@ A candidate is a number of pairs in a micro-batch and of checkpointed layers. Th
 submission choose one in the same way (`MemoryPlanner.choose`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -41,9 +42,9 @@ class Candidate:
     work: float  # relative to a run without recomputation
     smaller: str | None = None  # options of the next candidate that takes less memory
 
-    @property
-    def setting(self) -> tuple[int, int]:
-        return self.per_device, self.checkpointed_layers
+    def takes_as_much(self, other: "Candidate") -> bool:
+        """Whether it needs at least as much memory as `other`, whatever a token takes."""
+        return self.tokens >= other.tokens and self.checkpointed_layers <= other.checkpointed_layers
 
     @property
     def share(self) -> str:
@@ -159,15 +160,16 @@ class MemoryPlanner:
                 candidates.append(Candidate(pairs, count, layers, tokens, activations, size, work))
         return sorted(candidates, key=lambda candidate: (round(candidate.work, 3), -candidate.per_device))
 
-    def choose(
-        self, limit: float, states: int, ratio: float = 1.0, earlier: tuple[int, int] | None = None
-    ) -> Candidate:
+    def choose(self, limit: float, states: int, ratio: float = 1.0, failed: Sequence[Candidate] = ()) -> Candidate:
         """The candidate of least work that is as configured and fits into `limit` bytes; if none fits, the smallest.
-        `earlier`, pairs per device and checkpointed layers of the resumed run, is kept if it fits."""
-        candidates = self.list_candidates(states, ratio)
-        choice = choose_candidate(candidates, limit, self.config.train, earlier)
+        One that must take as much as one of `failed` is chosen only if all must."""
+        every = self.list_candidates(states, ratio)
+        candidates = select_asked(every, self.config.train)
+        left = [candidate for candidate in candidates if not any(map(candidate.takes_as_much, failed))] or candidates
+        fitting = [candidate for candidate in left if candidate.bytes <= limit]
+        choice = fitting[0] if fitting else min(left, key=lambda candidate: candidate.bytes)
         enough = choice.bytes - (choice.bytes - states) / 10  # one more checkpointed layer may save too little
-        smaller = next((other.options for other in candidates if other.bytes < enough), None)
+        smaller = next((other.options for other in every if other.bytes < enough), None)
         return replace(choice, smaller=smaller)
 
 
@@ -191,15 +193,8 @@ def asked_layers(args: TrainConfig, layers: int) -> int | None:
     return layers if count is None else count
 
 
-def choose_candidate(
-    candidates: list[Candidate], limit: float, args: TrainConfig, earlier: tuple[int, int] | None = None
-) -> Candidate:
-    """`MemoryPlanner.choose` from `candidates`, least work first."""
-    if (pairs := asked_pairs(args)) is not None:
-        candidates = [candidate for candidate in candidates if candidate.per_device == pairs]
-    if (count := asked_layers(args, candidates[0].layers)) is not None:
-        candidates = [candidate for candidate in candidates if candidate.checkpointed_layers == count]
-    fitting = [candidate for candidate in candidates if candidate.bytes <= limit]
-    if not fitting:
-        return min(candidates, key=lambda candidate: candidate.bytes)
-    return next((candidate for candidate in fitting if candidate.setting == earlier), fitting[0])
+def select_asked(candidates: list[Candidate], args: TrainConfig) -> list[Candidate]:
+    """Those of `candidates` with the pairs and layers that a configuration asks for."""
+    pairs = asked_pairs(args)
+    layers = asked_layers(args, candidates[0].layers)
+    return [c for c in candidates if pairs in (None, c.per_device) and layers in (None, c.checkpointed_layers)]

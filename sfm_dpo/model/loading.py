@@ -53,6 +53,14 @@ def load_model_config(config: Config) -> PretrainedConfig:
     return model_config
 
 
+def has_balancing_loss(config: Config, model_config: PretrainedConfig) -> bool:
+    """Whether TRL adds the loss that balances the experts of a mixture; it depends on the pairs of a micro-batch."""
+    text = model_config.get_text_config()
+    given = config.train.router_aux_loss_coef
+    coefficient = getattr(text, "router_aux_loss_coef", 0.0) if given is None else given
+    return hasattr(text, "output_router_logits") and coefficient != 0.0
+
+
 def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_or_path") -> PreTrainedModel:
     """The causal language model in a folder or on the Hub, in fp32 unless a dtype is given. Raises UserError for
     unknown `init_kwargs`, and for missing weights, which transformers 5.24 would initialise at random."""

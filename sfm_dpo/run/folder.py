@@ -208,9 +208,10 @@ def make_folder(run: Path) -> Path:
     return run
 
 
-def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
-    """Writes the configuration (resolved_config.yaml), the data (data.json) and the environment (environment.json) of
-    this start from `step`. The lists `starts` and `hangs` and W&B's run id are kept from earlier starts."""
+def describe(config: "Config", step: int = 0) -> None:
+    """Writes resolved_config.yaml, and environment.json with this start from `step`.
+
+    The lists `starts` and `hangs` and W&B's run id are kept from earlier starts."""
     run = Path(config.train.output_dir)
     run.mkdir(parents=True, exist_ok=True)
     before = read_file(run / ENVIRONMENT)
@@ -227,7 +228,6 @@ def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
     # Masked where no later start compares it
     values = {name: mask_values(v) if name in NO_EFFECT else v for name, v in config.as_dict().items()}
     write_atomically(run / RESOLVED_CONFIG, yaml.safe_dump(values, sort_keys=False))
-    write_json(run / DATA, pairs)
     write_json(run / ENVIRONMENT, environment() | history)
 
 

@@ -12,9 +12,9 @@ from sfm_dpo.common.distributed import is_main_process, on_main_process, world_s
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.effects import MAY_CHANGE
 from sfm_dpo.run.checkpoint import COMPLETE, STOP, checkpoints, clear_old_stop, why_damaged, why_incomplete
+from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.folder import (
     CARD,
-    DATA,
     ENVIRONMENT,
     ERROR,
     EVALUATED,
@@ -37,46 +37,53 @@ log = logging.getLogger(__name__)
 
 _EARLY = {STATUS, ERROR, STOP, ENVIRONMENT, "heartbeats", "stacks"}  # files of a start that has not read its data yet
 
-_OTHER_MODEL = "the model has changed since it was written ({was}, now {now})"
-_DIFFERENCES = {  # the facts in COMPLETE that a resumed run must match
-    "model_name_or_path": f"model_name_or_path: {_OTHER_MODEL}",
-    "ref_model_name_or_path": f"ref_model_name_or_path: {_OTHER_MODEL}",
+_DIFFERENCES = {  # the facts that a resumed run must share with the run that wrote its checkpoint
     "world_size": "was written by {was} process(es), but this run has {now}",
+    "launch": "was written with launch {was}, but this run uses {now}, which cannot load its optimizer",
     "train_tokens": "the data have changed since it was written",
     "order_version": "was written by a version of this project with another order of pairs ({was}, now {now})",
-    "micro_batch": "was written with {was} pairs per device, this run has {now}: another balancing loss",
-    "launch": "was written with launch {was}, but this run uses {now}, which cannot load its optimizer",
 }
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The checkpoint that a run resumes from, with what its files say; empty for a run from the beginning."""
+class Before:
+    """The checkpoint that a run resumes from, and the run that wrote it; empty for a run from the beginning."""
 
     checkpoint: Path | None = None
-    known: dict[str, Any] = field(default_factory=dict)  # its complete.json
-    config: dict[str, Any] = field(default_factory=dict)  # resolved_config.yaml of the run that wrote it
-    data: dict[str, Any] = field(default_factory=dict)  # data.json of that run
+    facts: RunFacts = field(default_factory=RunFacts)
+    config: dict[str, Any] = field(default_factory=dict)  # resolved_config.yaml
 
-    def check(self, facts: dict[str, Any]) -> None:
-        """Raises UserError if the run that wrote the checkpoint differs from this one in one of the `facts`."""
-        if self.checkpoint is None:
+    def check(self, now: RunFacts) -> None:
+        """Raises UserError if the checkpoint does not belong to a run with these facts; what one of the two does not
+        know is not compared."""
+        if self.checkpoint is None or not (difference := find_difference(self.facts, now)):
             return
-        for name, now in facts.items():
-            was = self.known.get(name)
-            if was != now:
-                difference = _DIFFERENCES[name].format(was=was, now=now).replace("whole weights", "DDP or one process")
-                remedy = "restore that setting, or use another output_dir"
-                raise UserError(f"{self.checkpoint}: {difference}; {remedy}")
+        remedy = "restore that setting, or use another output_dir"
+        raise UserError(f"{self.checkpoint}: {difference}; {remedy}")
+
+
+def find_difference(was: RunFacts, now: RunFacts) -> str | None:
+    """What of a run does not allow it to continue another one; None if nothing."""
+    for name, difference in _DIFFERENCES.items():
+        one, other = getattr(was, name), getattr(now, name)
+        if one and other and one != other:
+            return difference.format(was=one, now=other).replace("whole weights", "DDP or one process")
+    for name, identity in now.models.items():
+        if (one := was.models.get(name, identity)) != identity:
+            return f"{name}: the model has changed since it was written ({one}, now {identity})"
+    if now.is_balanced and was.settings and now.settings and was.settings.micro_batch != now.settings.micro_batch:
+        pairs = f"{was.settings.micro_batch} pairs per device, this run has {now.settings.micro_batch}"
+        return f"was written with {pairs}: another balancing loss"
+    return None
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a start does: it trains from `origin`, or only does the `open` steps of its end, or nothing."""
+    """What a start does: it trains from `before`, or only does the `open` steps of its end, or nothing."""
 
     trains: bool
     open: list[str] = field(default_factory=list)
-    origin: Origin = Origin()
+    before: Before = Before()
 
 
 def begin(config: "Config") -> Start:
@@ -88,7 +95,7 @@ def begin(config: "Config") -> Start:
     damaged: dict[Path, str] = {}
     while True:
         start = on_main_process(lambda: read_start(config, world_size(), damaged))
-        checkpoint = start.origin.checkpoint
+        checkpoint = start.before.checkpoint
         if checkpoint is None or not args.verify_checkpoints:
             return start
         reason = why_damaged(checkpoint)
@@ -112,25 +119,24 @@ def read_start(config: "Config", processes: int, damaged: Mapping[Path, str]) ->
     start = decide(config, names, read_status(run), read_file(run / RESOLVED_CONFIG), has_trained)
     if not start.trains:
         return start
-    origin = find_origin(args, damaged)
-    origin.check({"world_size": processes})
-    return replace(start, origin=origin)
+    before = find_before(args, damaged)
+    before.check(RunFacts(world_size=processes))
+    return replace(start, before=before)
 
 
-def find_origin(args: "TrainConfig", damaged: Mapping[Path, str]) -> Origin:
+def find_before(args: "TrainConfig", damaged: Mapping[Path, str]) -> Before:
     """The checkpoint asked for, or the newest complete one. Raises UserError if the former is not usable."""
     asked = args.resume_from_checkpoint
     for checkpoint in [Path(asked)] if asked else reversed(checkpoints(args.output_dir)):
         reason = damaged.get(checkpoint) or why_incomplete(checkpoint)
         if reason is None:
-            known = read_file(checkpoint / COMPLETE)
-            config, data = (read_file(checkpoint.parent / name) for name in (RESOLVED_CONFIG, DATA))
-            return Origin(checkpoint, known, config, data)
+            facts = RunFacts.of(read_file(checkpoint / COMPLETE))
+            return Before(checkpoint, facts, read_file(checkpoint.parent / RESOLVED_CONFIG))
         if asked:
             raise UserError(f"resume_from_checkpoint {asked}: {reason}; choose another, or remove the field")
         if checkpoint not in damaged:
             log.info(f"{checkpoint} {reason}; skipped")
-    return Origin()
+    return Before()
 
 
 def decide(

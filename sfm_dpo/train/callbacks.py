@@ -1,8 +1,10 @@
-"""Callbacks of a run: progress of each rank, stopping on request, log lines."""
+"""Callbacks of a run: progress of each rank, stopping on request, log lines, profile; and out-of-memory errors."""
 
 import json
 import logging
+import re
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from torch.profiler import profile
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.errors import OutOfMemory
 from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.run.checkpoint import stop_requested
+from sfm_dpo.run.facts import Settings
 from sfm_dpo.run.folder import LOG, State, write_status
 from sfm_dpo.run.reader import eval_prefix
 
@@ -57,6 +61,40 @@ class Progress(TrainerCallback):
         self.advance()
 
     on_save = on_evaluate = on_train_begin = on_step_end
+
+
+# Messages of torch on CUDA and on CPU, of CUDA's libraries, and of the operating system
+SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
+# By phase, fields that may change when the run resumes (config/effects.py)
+REMEDIES = {
+    "training": "use a smaller per_device_train_batch_size, or set gradient_checkpointing: true",
+    "evaluation": "use a smaller per_device_eval_batch_size",
+    "the reference's forward": "use precompute_ref_batch_size: 1",
+}
+NEW_RUN = "in a new output_dir, use a smaller max_length or model, or more GPUs under LAUNCH=zero3 or fsdp2"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(SIGNS.search(str(error)))
+
+
+def explain_out_of_memory(error: BaseException, progress: Progress, settings: Settings | None) -> OutOfMemory | None:
+    """One line that says what did not fit and what would; None for any other error. `settings`: the run's, so far."""
+    if not is_out_of_memory(error):
+        return None
+    traceback.clear_frames(error.__traceback__)  # they hold the activations; the report needs memory
+    what = f"out of memory in {progress.phase}"
+    remedies = [REMEDIES[progress.phase]] if progress.phase in REMEDIES else []
+    if progress.phase == "training":
+        what += f", step {progress.step + 1}"
+        if settings and settings.memory:
+            smaller = settings.memory.get("smaller")
+            remedies = [f"use the next smaller setting: {smaller}"] if smaller else []
+    if progress.inputs:
+        mask = progress.inputs["attention_mask"].cpu()
+        what += f", micro-batch of {len(mask) // 2} pairs, {int(mask.sum()):,} tokens without padding"
+    reason = str(error)[:120].partition("\n")[0] or type(error).__name__
+    return OutOfMemory(f"{what} ({reason}); {'; or '.join([*remedies, NEW_RUN])}", step=progress.step)
 
 
 class StopCallback(TrainerCallback):

@@ -27,7 +27,7 @@ class CheckpointCallback(TrainerCallback):
         trainer = self.trainer
         trainer.accelerator.wait_for_everyone()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        mark_complete(checkpoint, {"step": state.global_step, **trainer.resume_facts()})
+        mark_complete(checkpoint, {"step": state.global_step, **trainer.facts.as_dict()})
         trainer.progress.saving = None
         seconds = time.monotonic() - trainer.progress.moved
         log.info(f"checkpoint saved in {seconds:.1f} s")

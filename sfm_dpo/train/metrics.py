@@ -90,8 +90,8 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_log
             "forwards of the same weights differ, by dropout or another kernel; set disable_dropout: true, the rates "
             "of dropout to 0.0 in model_init_kwargs, or torch_compile: false"
         )
-    elif trainer.reference_facts:
-        key = trainer.reference_facts["train"]["key"]
+    elif trainer.facts.reference:
+        key = trainer.facts.reference["train"]["key"]
         cause = (
             f"the reference log-probs in the cache {key} are not those of the trained model; "
             "remove that folder, or set precompute_ref_log_probs: false"

@@ -4,6 +4,7 @@ The key covers what changes the log-probs and nothing else. A killed pass resume
 at a time computes; others with the same key wait for it and read what it has written.
 """
 
+import dataclasses
 import errno
 import functools
 import hashlib
@@ -34,6 +35,7 @@ from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import hash_tokens
 from sfm_dpo.model.loading import hash_config, identify_model
 from sfm_dpo.run.checkpoint import stop_requested
+from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.folder import State, write_status
 from sfm_dpo.run.lock import Lease, describe_owner, read_owner
 from sfm_dpo.train.frozen_model import frozen_model
@@ -50,11 +52,13 @@ SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, a kill lose
 log = logging.getLogger(__name__)
 
 
-def add_reference(trainer: Any) -> None:
-    """Adds the columns ref_chosen_logps and ref_rejected_logps to the trainer's data. All ranks must call it before
-    training, when the policy is still the base model, even in a resumed run. Raises StopRequested and DiskFull."""
+def add_reference(trainer: Any) -> RunFacts:
+    """Adds the columns ref_chosen_logps and ref_rejected_logps to the trainer's data, and their caches to its facts,
+    which it returns. All ranks must call it before training, when the policy is still the base model, even in a
+    resumed run. Raises StopRequested and DiskFull."""
     if not trainer.config.train.precompute_ref_log_probs:
-        return
+        return trainer.facts
+    caches = {}
     splits = {"train": trainer.train_dataset} if trainer.train_dataset else {}  # evaluate.py has none
     splits |= trainer.eval_dataset or {}
     with frozen_model(trainer, "reference") as reference:
@@ -69,12 +73,14 @@ def add_reference(trainer: Any) -> None:
             report = report_progress(trainer, name, cache, shards)
             logps = cached_logps(name, cache, functools.partial(reference.score, dataset), report)
             shards += len(cache.shards)
-            trainer.reference_facts[name] = {"key": cache.folder.name} | {part: str(key[part]) for part in key}
+            caches[name] = {"key": cache.folder.name} | {part: str(key[part]) for part in key}
             columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
             splits[name] = concatenate_datasets([dataset, columns], axis=1)
     trainer.train_dataset = splits.pop("train", None)
     if splits:
         trainer.eval_dataset = splits
+    trainer.facts = dataclasses.replace(trainer.facts, reference=caches)
+    return trainer.facts
 
 
 def describe_key(trainer: Any, model: Any) -> dict[str, Any]:

@@ -18,16 +18,15 @@ from unittest.mock import patch
 
 import torch
 from accelerate import DistributedType
-from accelerate.state import AcceleratorState
 from accelerate.utils import is_peft_model, load_fsdp_model, release_memory
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PretrainedConfig, PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer, get_peft_config
 from trl.trainer import dpo_trainer
 
-from sfm_dpo.common.distributed import is_main_process, launched_with
+from sfm_dpo.common.distributed import is_main_process, launched_with, zero_stage
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import follow_umask
 from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
@@ -36,12 +35,23 @@ from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
 from sfm_dpo.data.tokenization import hash_tokens
+from sfm_dpo.memory.planner import asked_layers, asked_pairs
 from sfm_dpo.model.attention import activate_flash, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.model.loading import compile_layers, identify_model, load_model, load_model_config, model_init_kwargs
-from sfm_dpo.model.packing import enable_padding_free, find_delta_nets, has_delta_net_kernels
-from sfm_dpo.model.sharding import keep_precision, use_fsdp_on_cpu
+from sfm_dpo.model.loading import (
+    compile_layers,
+    has_balancing_loss,
+    identify_model,
+    load_model,
+    load_model_config,
+    meta_adapter,
+    meta_model,
+    model_init_kwargs,
+)
+from sfm_dpo.model.packing import decide_packing, enable_padding_free, find_delta_nets, has_delta_net_kernels
+from sfm_dpo.model.sharding import fit_buckets, keep_precision, use_fsdp_on_cpu
 from sfm_dpo.run.checkpoint import COMPLETE
+from sfm_dpo.run.facts import RunFacts, Settings
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, ResumeCallback
 from sfm_dpo.train.metrics import (
@@ -53,7 +63,6 @@ from sfm_dpo.train.metrics import (
     loss_scale,
     reward_metrics,
 )
-from sfm_dpo.train.settings import Settings, decide_settings
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +75,7 @@ class SFMDPOTrainer(DPOTrainer):
 
     Args:
         config: kept unchanged; `self.args` is a copy of its arguments for TRL (`arguments_for_trl`).
-        settings: by default those of `decide_settings`.
+        facts: by default those that the configuration gives (`state_facts`); `self.facts` is the record of this run.
         kwargs: those of DPOTrainer.
     """
 
@@ -83,7 +92,7 @@ class SFMDPOTrainer(DPOTrainer):
     def __init__(
         self,
         config: Config,
-        settings: Settings | None = None,
+        facts: RunFacts | None = None,
         *,
         progress: Progress | None = None,
         callbacks: Sequence[TrainerCallback] = (),
@@ -91,7 +100,7 @@ class SFMDPOTrainer(DPOTrainer):
     ):
         args = config.train
         self.config = config
-        self.settings = settings or decide_settings(config, kwargs["train_dataset"], load_model_config(config))[0]
+        self.facts = facts or state_facts(config, kwargs["train_dataset"])
         self.progress = progress or Progress()
         self.packed = self.settings.packed
         self.prefix_sharing = self.settings.prefix_sharing
@@ -99,10 +108,7 @@ class SFMDPOTrainer(DPOTrainer):
         self.num_tokens = 0
         self.is_resumed = False
         self.step_0_checked = bool(args.ref_model_name_or_path)  # with another reference the loss is not ln 2
-        self.reference_facts: dict[str, Any] = {}  # by split: the cache that `add_reference` read or computed
-        self.train_tokens = hash_tokens(kwargs["train_dataset"])
-        if self.packed and not args.use_cpu:
-            activate_flash(self.settings.flash_attention)
+        fit_deepspeed_buckets(config)
         options = {"peft_config": get_peft_config(config.model)} | kwargs
         building = user_input("building the trainer", "correct the field it names; for LoRA, lora_target_modules")
         # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: hashes all weights on each rank for
@@ -121,7 +127,7 @@ class SFMDPOTrainer(DPOTrainer):
         self.chosen_tokens = count_trained(self.train_dataset, args.max_length)[:, 0].mean()  # until a step begins
         self.configured_weights = args.loss_weights or [1.0] * len(args.loss_type)
         self._pack_and_compile()
-        self.train_sampler = self._get_train_sampler()
+        self.use(self.settings)
         self.meter = Meter()
         flops = ForwardFlops.of(self.bare_model())
         live = not args.precompute_ref_log_probs
@@ -163,22 +169,23 @@ class SFMDPOTrainer(DPOTrainer):
             if args.torch_compile:
                 compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
 
-    def adopt(self, calibration: Any, settings: Settings) -> None:
-        """Takes what calibration has found before training begins; pairs per device and layers must be as built."""
-        self.settings = settings
-        self.noise = calibration.noise or self.noise
+    @property
+    def settings(self) -> Settings:
+        assert self.facts.settings
+        return self.facts.settings
+
+    def use(self, settings: Settings) -> None:
+        """Sets the pairs per device, the checkpointed layers and the kernel, before training begins."""
+        self.facts = dataclasses.replace(self.facts, settings=settings)
+        set_settings(self.args, settings, self.config.train)
+        self._train_batch_size = settings.micro_batch
+        if self.is_deepspeed_enabled:  # its "auto" values are numbers by now
+            batch = settings.micro_batch, settings.accumulation_steps, self.config.train.global_batch_size
+            names = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+            self.args.deepspeed_plugin.deepspeed_config.update(zip(names, batch, strict=True))
+        self._get_train_sampler()
         if self.packed and not self.config.train.use_cpu:
             activate_flash(settings.flash_attention)
-
-    def discard(self) -> None:
-        """Frees the models and accelerate's state, so that another trainer can be built in this process."""
-        for model in filter(None, (self.model, self.ref_model)):
-            for parameter in model.parameters():
-                parameter.data = parameter.data.new_empty(0)  # whatever else may hold the model
-        self.model = self.model_wrapped = self.ref_model = self.callback_handler.model = None
-        self.accelerator.free_memory()
-        AcceleratorState._reset_state()
-        self.progress.count = 0  # the watchdog waits while a model is loaded
 
     def bare_model(self) -> Any:
         """The policy without PEFT's wrapper."""
@@ -199,26 +206,6 @@ class SFMDPOTrainer(DPOTrainer):
         if find_delta_nets(model):
             kernel += f", gated delta nets by {'fla' if has_delta_net_kernels() else 'transformers'}"
         return kernel
-
-    def resume_facts(self) -> dict[str, Any]:
-        """The facts that must be the same in a run that resumes from a checkpoint."""
-        launch = "FSDP2" if self.is_fsdp_enabled else "whole weights"
-        return {
-            "world_size": self.accelerator.num_processes,
-            "launch": f"ZeRO-{self.zero_stage}" if self.zero_stage else launch,
-            "train_tokens": self.train_tokens,
-            "order_version": ORDER_VERSION,
-            "micro_batch": self.settings.micro_batch if self.aux_loss_enabled else None,  # the loss depends on it
-            **{part.model_field: identify_model(part) for part in self.config.parts},
-        }
-
-    def describe_data(self) -> dict[str, Any]:
-        """For data.json: the hash of the tokens, the order of each epoch, the reference cache of each split, the
-        launch and the models."""
-        order = [self.train_sampler.fingerprint(epoch) for epoch in range(self.train_sampler.epochs)]
-        facts = self.resume_facts()
-        facts = {name: facts[name] for name in ("train_tokens", "launch")}
-        return facts | {"reference": self.reference_facts, "order": order, "models": self.config.model_ids}
 
     def load_batch(self, dataset: Dataset, rows: Sequence[int]) -> dict[str, torch.Tensor]:
         """TRL's batch of these rows, [2B, L] with chosen sequences first, on the device."""
@@ -442,16 +429,23 @@ class SFMDPOTrainer(DPOTrainer):
         """Does nothing: TRL would write a card with every checkpoint; report/model_card.py writes one at the end."""
 
 
+def set_settings(args: TrainConfig, settings: Settings, configured: TrainConfig) -> None:
+    """Sets the fields of TRL's arguments that follow from the settings; the others are recorded as `configured`."""
+    args.per_device_train_batch_size = settings.micro_batch
+    args.gradient_accumulation_steps = settings.accumulation_steps
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    batch = {name: getattr(args, name) for name in names}
+    args.to_dict = functools.partial(dict, configured.to_dict() | batch)  # trackers such as W&B record it
+    args.gradient_checkpointing = settings.checkpointed_layers > 0
+    args.activation_checkpointing = settings.checkpointed_layers > 0
+
+
 def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     """A copy of the arguments with the settings of this run, which makes TRL and Transformers leave to this package
     what it does itself. Callbacks read the fields that differ from the configuration, not from this copy."""
     derived = copy.copy(args)
     derived.deepspeed_plugin = copy.copy(args.deepspeed_plugin)  # Trainer fills its "auto" values
-    derived.per_device_train_batch_size = settings.micro_batch
-    derived.gradient_accumulation_steps = settings.accumulation_steps
-    batch = {name: getattr(derived, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
-    derived.to_dict = functools.partial(dict, args.to_dict() | batch)  # trackers such as W&B record it
-    derived.eval_on_start = settings.eval_on_start
+    set_settings(derived, settings, args)
     derived.logging_nan_inf_filter = False  # it would log a NaN loss as 0
     derived.model_init_kwargs = None  # TRL warns that it ignores them; see load_model
     derived.push_to_hub = False  # hub/callback.py
@@ -461,7 +455,6 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: padding_free warns and pads; sets use_reentrant,
     # which LoRA needs under ZeRO-3, under a deprecated name that Trainer does not read. Canary: test_canary_arguments
     derived.padding_free = False
-    derived.gradient_checkpointing = derived.activation_checkpointing = settings.checkpointed_layers > 0
     kwargs = {"every_n_layers": 1} | (args.activation_checkpointing_kwargs or {})  # TRL would not add to an empty one
     derived.gradient_checkpointing_kwargs = derived.activation_checkpointing_kwargs = kwargs  # so both names have it
     # Upstream: transformers 5.24, trainer.py, Trainer._build_accelerator_args: torch_compile compiles all layers
@@ -476,6 +469,53 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
         copying["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
     derived.accelerator_config = dataclasses.replace(args.accelerator_config, **copying)
     return derived
+
+
+def configured_settings(config: Config, model_config: PretrainedConfig) -> Settings:
+    """The settings that a configuration asks for; where it leaves the choice to memory, those that need the least."""
+    args = config.train
+    packed, prefix_sharing = decide_packing(config, model_config)
+    layers = model_config.get_text_config().num_hidden_layers
+    micro_batch = asked_pairs(args) or 1
+    checkpointed = asked_layers(args, layers)
+    return Settings(
+        micro_batch,
+        args.global_batch_size // (micro_batch * args.world_size),
+        layers if checkpointed is None else checkpointed,
+        "fa2" if args.flash_attention == "auto" else args.flash_attention,
+        packed,
+        prefix_sharing,
+    )
+
+
+def state_facts(config: Config, tokens: Dataset) -> RunFacts:
+    """What is known of a run on these tokenised pairs before its model is loaded. All ranks must call it. Raises
+    UserError for a configuration that its model or its number of pairs does not allow."""
+    args = config.train
+    model_config = load_model_config(config)
+    settings = configured_settings(config, model_config)
+    sampler = build_sampler(tokens, args, settings)
+    launch = "FSDP2" if launched_with() == "fsdp" else "whole weights"
+    stage = zero_stage()
+    return RunFacts(
+        models={part.model_field: identify_model(part) for part in config.parts},
+        world_size=args.world_size,
+        launch=f"ZeRO-{stage}" if stage else launch,
+        train_tokens=hash_tokens(tokens),
+        order=[sampler.fingerprint(epoch) for epoch in range(sampler.epochs)],
+        order_version=ORDER_VERSION,
+        is_balanced=has_balancing_loss(config, model_config),
+        settings=settings,
+    )
+
+
+def fit_deepspeed_buckets(config: Config) -> None:
+    """Limits DeepSpeed's buckets to what is trained (model/sharding.py), before its engine is made."""
+    if plugin := config.train.deepspeed_plugin:
+        model_config = load_model_config(config)
+        trained = meta_adapter(config, model_config) or meta_model(model_config)
+        zero = plugin.deepspeed_config["zero_optimization"]
+        plugin.deepspeed_config["zero_optimization"] = fit_buckets(zero, trained)
 
 
 def load_configured_model(config: Config) -> PreTrainedModel:

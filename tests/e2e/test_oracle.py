@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
-from sfm_dpo.train.settings import Settings
+from sfm_dpo.run.facts import Settings
 from sfm_dpo.train.trainer import build_sampler
 from tests.e2e.runs import Place, make_place
 from tests.oracle import trained_logps

@@ -2,12 +2,11 @@
 for each run its kind, its folder and its command line.
 
 Kinds: with calibration; without it; `less`: rank 1 has not enough memory for the first setting; a folder: with the
-setting that the run in that folder has found.
+setting that the run in that folder has found, and calibration.
 """
 
 import json
 import sys
-import weakref
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -17,33 +16,26 @@ import torch
 
 import train_dpo
 from sfm_dpo.common.distributed import rank
-from sfm_dpo.train import calibration, trainer
+from sfm_dpo.fit import calibration
 from tests.e2e.many_runs import train_all
 
 run_micro_batch = calibration.run_micro_batch
-load_configured_model = trainer.load_configured_model
 
 
 def train(kind: str, argv: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if kind == "without":
-            patch.setattr(train_dpo, "calibrate", lambda trainer, plan: (calibration.Calibration(), trainer.settings))
+            patch.setattr(train_dpo, "fit", lambda trainer, before: trainer.facts)
         if kind == "less":
-            models = []
+            tried = []
 
             def run_with_less(trainer, model, rows, checkpointed_layers):
                 run_micro_batch(trainer, model, rows, checkpointed_layers)
-                models.append(weakref.ref(model))
-                if rank() == 1 and len(models) == 1:
+                tried.append(checkpointed_layers)
+                if rank() == 1 and len(tried) == 1:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
 
-            def load(config):
-                alive = [model() for model in models if model()]
-                assert not sum(p.numel() for model in alive for p in model.parameters()), "two models at once"
-                return load_configured_model(config)
-
             patch.setattr(calibration, "run_micro_batch", run_with_less)
-            patch.setattr(trainer, "load_configured_model", load)
         if Path(kind).is_dir():
             settings = json.loads((Path(kind) / "data.json").read_text())["settings"]
             argv += ["--per_device_train_batch_size", str(settings["micro_batch"]), "--gradient_checkpointing", "true"]

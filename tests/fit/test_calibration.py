@@ -18,17 +18,15 @@ from peft import LoraConfig
 
 import train_dpo
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import write_json
 from sfm_dpo.config.fields import parse_config
-from sfm_dpo.fit.calibration import calibrate
+from sfm_dpo.fit.fit import fit
 from sfm_dpo.memory.activations import trace_activations
 from sfm_dpo.model import packing
 from sfm_dpo.run.checkpoint import STOP
-from sfm_dpo.run.folder import DATA, LOG, describe, read_file, read_resolved_config
-from sfm_dpo.run.start import begin
-from sfm_dpo.train.callbacks import Progress
-from sfm_dpo.train.fit_memory import NEW_RUN, REMEDIES, explain_out_of_memory
-from sfm_dpo.train.settings import Settings
+from sfm_dpo.run.facts import Settings
+from sfm_dpo.run.folder import LOG, describe, read_file, read_resolved_config
+from sfm_dpo.run.start import Before, begin
+from sfm_dpo.train.callbacks import NEW_RUN, REMEDIES, Progress, explain_out_of_memory
 from sfm_dpo.train.trainer import arguments_for_trl
 from tests.e2e.runs import ROOT, clean_environment, launcher, make_place
 from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
@@ -47,6 +45,11 @@ def trace_once(dtype: torch.dtype, checkpointing: bool):
 def train(tiny_folder, write_rows, tmp_path, monkeypatch):
     """A function: name of a run and fields -> (exit code, losses, its folder)."""
     monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=2**29))  # or it grows by runs
+
+    def measure_as_planned(trainer, model, candidate, absent, resident):
+        return absent + resident + candidate.activations, candidate.activations
+
+    monkeypatch.setattr("sfm_dpo.fit.fit.measure_memory", measure_as_planned)
     monkeypatch.setattr("sfm_dpo.memory.planner.trace_activations", lambda config, *given: trace_once(*given))
     model = tiny_folder("olmo3")
     data = write_rows("pairs.jsonl", pairs(32))
@@ -67,7 +70,7 @@ def test_checkpointing_kwargs_that_are_given_are_kept():
     config = parse_config([*options, '--gradient_checkpointing_kwargs={"offload": true}'])
     shown = config.as_dict()
     assert shown["gradient_checkpointing_kwargs"] == {"offload": True} and shown["gradient_checkpointing"] is None
-    for_trl = arguments_for_trl(config.train, Settings(8, 16, 3, "fa2"))
+    for_trl = arguments_for_trl(config.train, Settings(8, 16, 3))
     assert for_trl.activation_checkpointing_kwargs["offload"] is True
 
 
@@ -86,10 +89,6 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked
         return read_file(run / "data.json")["settings"]["memory"], losses
 
     chosen, _ = resume(64, stop=True)
-    facts = read_file(run / "data.json")
-    assert facts["settings"]["flash_attention"] == "fa2"
-    facts["settings"]["flash_attention"] = "fa4"  # as was measured then
-    (run / "data.json").write_text(json.dumps(facts))
     assert (chosen["per_device"], chosen["checkpointed_layers"]) == (8, 0)
     asked = read_resolved_config(run)
     assert asked["flash_attention"] == "auto"
@@ -97,6 +96,12 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked
     less = (chosen["bytes"] - 1) / 2**30
     smaller, _ = resume(less, stop=True)
     assert smaller["bytes"] <= less * 2**30 and smaller["per_device"] in (1, 2, 4, 8)
+    newest = run / "checkpoint-2/complete.json"
+    facts = read_file(newest)
+    assert facts["settings"]["flash_attention"] == "fa2"
+    facts["settings"]["flash_attention"] = "fa4"  # as was measured then
+    facts["calibration"] |= {"from_a_later_version": 1, "ratios": None}
+    newest.write_text(json.dumps(facts))
     kept, resumed = resume(64, stop=False)
     both = ("per_device", "checkpointed_layers")
     assert [kept[name] for name in both] == [smaller[name] for name in both] != [8, 0]
@@ -155,10 +160,10 @@ def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
     ],
     ids=["CUDA", "CPU", "cuBLAS", "Python", "another"],
 )
-def test_errors_that_are_out_of_memory(error, line, tmp_path):
+def test_errors_that_are_out_of_memory(error, line):
     progress = Progress()
     progress.begin_micro_batch("training", 7, {})
-    end = explain_out_of_memory(error, progress, tmp_path)
+    end = explain_out_of_memory(error, progress, None)
     assert (end is None) == (line is None)
     if end:
         assert (end.exit_code, end.state) == (2, "failed") and line in str(end)
@@ -168,23 +173,21 @@ def test_errors_that_are_out_of_memory(error, line, tmp_path):
     ("smaller", "remedy"),
     [(None, NEW_RUN), ("--checkpointed_layers 2", "use the next smaller setting: --checkpointed_layers 2; or ")],
 )
-def test_what_helps_if_the_memory_of_a_chosen_setting_is_exceeded(tmp_path, smaller, remedy):
-    write_json(tmp_path / DATA, {"settings": {"memory": {"smaller": smaller}}})
+def test_what_helps_if_the_memory_of_a_chosen_setting_is_exceeded(smaller, remedy):
+    settings = Settings(8, 1, 0, memory={"smaller": smaller})
     progress = Progress()
     progress.begin_micro_batch("training", 7, {})
-    assert f"(MemoryError); {remedy}" in str(explain_out_of_memory(MemoryError(), progress, tmp_path))
+    assert f"(MemoryError); {remedy}" in str(explain_out_of_memory(MemoryError(), progress, settings))
 
 
 @pytest.mark.parametrize("phase", [*REMEDIES, "loading"])
 def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_path, phase):
     fields = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir", str(tmp_path)]
-    describe(parse_config(fields), {})
+    describe(parse_config(fields))
     (tmp_path / LOG).write_text('{"step": 1, "loss": 0.7}')
     progress = Progress()
     progress.begin_micro_batch(phase, 7, {})
-    here, _, elsewhere = str(explain_out_of_memory(MemoryError(), progress, tmp_path)).partition(
-        "in a new output_dir, "
-    )
+    here, _, elsewhere = str(explain_out_of_memory(MemoryError(), progress, None)).partition("in a new output_dir, ")
     options = {"gradient_checkpointing: true": ["--gradient_checkpointing", "true"]}
     options |= {name: [f"--{name}", "1"] for name in re.findall(r"\w+_batch_size", here)}
     named = [value for name, value in options.items() if name in here]
@@ -218,8 +221,8 @@ def leak_one_key(monkeypatch):
 def calibrated(folder, output_dir, *cli: str, **options):
     trainer = make_trainer(folder, output_dir, "--padding_free=true", *cli, **options)
     random = torch.get_rng_state()
-    result, settings = calibrate(trainer, None)
-    assert settings == trainer.settings and torch.equal(torch.get_rng_state(), random)
+    result = fit(trainer, Before()).calibration
+    assert torch.equal(torch.get_rng_state(), random) and result.hours > 0
     assert all(p.grad is None for p in trainer.model.parameters())
     return result
 
@@ -324,7 +327,7 @@ def test_a_calibrated_run_ends_with_the_weights_of_one_that_is_not(start, proces
 
 
 @pytest.mark.slow
-def test_where_one_rank_has_less_memory_all_build_the_trainer_again_with_a_smaller_setting(start):
+def test_where_one_rank_has_less_memory_all_take_a_smaller_setting(start):
     fields = {"use_cpu": "true", "per_device_train_batch_size": None, "gradient_checkpointing": None}
     less, again = start(2, {"first": "less", "again": "first"}, **fields)
     data, expected = (read_file(run / "data.json") for run in (less, again))

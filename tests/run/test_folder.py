@@ -51,7 +51,7 @@ def test_a_new_or_empty_folder_or_one_with_an_earlier_mistake_alone_is_free(tmp_
         write_status(tmp_path / "empty", state, 2, "no such file")
         assert is_to_be_trained(tmp_path / "empty", "--seed", "1")
     for state in ("failed", "refused", "running"):  # before the first step, for instance on a wrong LoRA target
-        describe(config(tmp_path / "early"), {})
+        describe(config(tmp_path / "early"))
         write_status(tmp_path / "early", state)
         (tmp_path / "early" / LOG).write_text('{"step": 0, "eval_loss": 0.7}\n')
         assert is_to_be_trained(tmp_path / "early", "--seed", "1")
@@ -102,7 +102,7 @@ def test_every_start_is_kept_with_its_step_and_job_and_machine(tmp_path, monkeyp
     expected = [("4711", "0", 0), ("4711", "1", 4), ("4711", "2", 6)]
     for _, restart, step in expected:
         monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
-        describe(config(tmp_path), {}, step)
+        describe(config(tmp_path), step)
     environment = json.loads((tmp_path / ENVIRONMENT).read_text())
     assert [(s["job"], s["restart"], s["step"]) for s in environment["starts"]] == expected
     assert all(datetime.fromisoformat(s["time"]) for s in environment["starts"])

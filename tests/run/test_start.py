@@ -8,8 +8,9 @@ import pytest
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run.checkpoint import COMPLETE, newest_checkpoint, rotate, step_of, why_incomplete
+from sfm_dpo.run.facts import RunFacts, Settings
 from sfm_dpo.run.folder import describe
-from sfm_dpo.run.start import Origin, Start, begin, decide
+from sfm_dpo.run.start import Before, Start, begin, decide
 from tests.run.test_checkpoint import names, write_checkpoint
 
 FIELDS = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir"]
@@ -68,24 +69,25 @@ def test_a_start_trains_or_does_the_open_steps_or_refuses(folder, options, expec
         ("world_size", 4, "was written by 2 process(es), but this run has 4; restore that setting, "),
         ("train_tokens", "xyz", "the data have changed since it was written"),
         ("order_version", 3, "another order of pairs (1, now 3)"),
-        ("micro_batch", 4, "was written with 2 pairs per device, this run has 4: another balancing loss"),
+        ("settings", Settings(4, 2, 0), "was written with 2 pairs per device, this run has 4: another balancing loss"),
         ("launch", "FSDP2", "was written with launch DDP or one process, but this run uses FSDP2"),
     ],
 )
 def test_a_run_resumes_only_with_what_wrote_the_checkpoint(tmp_path, fact, now, message):
     facts = {"launch": "whole weights", "world_size": 2, "train_tokens": "abc", "order_version": 1}
-    facts["micro_batch"] = 2
-    origin = Origin(tmp_path, facts)
-    origin.check(facts)
+    facts |= {"models": {"model_name_or_path": "hash-1"}, "is_balanced": True, "settings": Settings(2, 4, 0)}
+    before = Before(tmp_path, RunFacts(**facts))
+    before.check(RunFacts(**facts))
+    before.check(RunFacts())  # what is not known is not compared
     with pytest.raises(UserError, match=rf"^{tmp_path}: .*{re.escape(message)}"):
-        origin.check({fact: now})
+        before.check(RunFacts(**facts | {fact: now}))
 
 
 def start_from(run: Path, *options) -> Path | None:
     config = parse_config([*FIELDS, str(run), *map(str, options)])
     if not (run / "resolved_config.yaml").exists():
-        describe(config, {})
-    return begin(config).origin.checkpoint
+        describe(config)
+    return begin(config).before.checkpoint
 
 
 UNVERIFIED = ["--verify_checkpoints", "false"]

@@ -36,7 +36,7 @@ def stand_in(project: Path, folder: Path, script: str, *runs: dict) -> Path:
     (copy / "logs").mkdir()
     with contextlib.chdir(copy):
         for fields in runs:
-            describe(parse_config(["--config", "recipes/think.yaml", *as_options(fields)]), {})
+            describe(parse_config(["--config", "recipes/think.yaml", *as_options(fields)]))
     return copy
 
 

@@ -19,9 +19,9 @@ from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.model.packing import find_shared
+from sfm_dpo.run.facts import Settings
 from sfm_dpo.train.metrics import MetricSums, loss_scale, share_above, step_0_tolerance
 from sfm_dpo.train.reference_cache import add_reference
-from sfm_dpo.train.settings import Settings
 from sfm_dpo.train.trainer import SFMDPOTrainer, arguments_for_trl
 from tests.e2e.test_oracle import measure
 from tests.tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
@@ -88,14 +88,14 @@ def test_a_loss_over_the_tokens_of_a_micro_batch(tiny_folder, tmp_path, caplog):
     """The balancing loss would count the tokens of a shared prompt once, and depends on the pairs per device."""
     caplog.set_level("INFO", "sfm_dpo")
     trainer = make_trainer(tiny_folder("olmoe"), tmp_path, "--padding_free=true")
-    assert not trainer.prefix_sharing and trainer.resume_facts()["micro_batch"] == trainer.settings.micro_batch
+    assert not trainer.prefix_sharing and trainer.facts.is_balanced
     assert "prefix_sharing is off: router_aux_loss_coef 0.1: that loss counts" in caplog.text
     message = r"^prefix_sharing True: router_aux_loss_coef 0.1.*; set prefix_sharing: false$"
     with pytest.raises(UserError, match=message):
         make_trainer(tiny_folder("olmoe"), tmp_path, "--padding_free=true", "--prefix_sharing=true")
     off = "--padding_free=true", "--prefix_sharing=true", "--router_aux_loss_coef=0"
     trainer = make_trainer(tiny_folder("olmoe"), tmp_path, *off)
-    assert trainer.prefix_sharing and trainer.resume_facts()["micro_batch"] is None
+    assert trainer.prefix_sharing and not trainer.facts.is_balanced
 
 
 def test_the_length_column_is_what_is_computed(tiny_folder, tmp_path):
