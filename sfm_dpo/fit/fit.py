@@ -106,9 +106,10 @@ def fit(trainer: Any, before: Before) -> RunFacts:
             trainer.use(replace(trainer.settings, flash_attention=flash))
             found = replace(found, kernels=milliseconds)
             if plan:
-                candidate, size = find_setting(trainer, model, plan, resident)
+                candidate = find_setting(trainer, model, plan, resident)
                 trainer.use(apply_candidate(trainer.settings, candidate))
-                found = replace(found, planned_bytes=plan.states + candidate.activations, measured_bytes=size)
+                planned = plan.states + candidate.activations
+                found = replace(found, planned_bytes=planned, measured_bytes=candidate.bytes)
             found = replace(found, **measure_speed(trainer, model))
         elif plan:
             candidate = plan.planner.choose(plan.limit, plan.states)
@@ -194,8 +195,8 @@ def find_limit(args: TrainConfig) -> int:
     return min(gather(int(limit)))
 
 
-def find_setting(trainer: Any, model: Any, plan: MemoryPlan, resident: float) -> tuple[Candidate, int]:
-    """The setting of least work that has been measured to fit, and its bytes. Raises UserError if none fits.
+def find_setting(trainer: Any, model: Any, plan: MemoryPlan, resident: float) -> Candidate:
+    """The setting of least work that has been measured to fit, with these bytes. Raises UserError if none fits.
 
     The next one to try is chosen by the largest ratio of measured to planned activations so far. Whatever has as many
     tokens and no more checkpointed layers than a setting that did not fit is never tried.
@@ -203,7 +204,7 @@ def find_setting(trainer: Any, model: Any, plan: MemoryPlan, resident: float) ->
     ratio = 1.0 if plan.planner.on_gpu else CPU_RATIO
     absent = max(0, plan.absent - count_released(trainer))
     states = max(gather(int(resident + absent)))
-    fitting: list[tuple[Candidate, int]] = []
+    fitting: list[Candidate] = []
     failed: list[Candidate] = []
     candidate = plan.planner.choose(plan.limit, states, ratio)
     while candidate not in failed and len(fitting) + len(failed) < ROUNDS:
@@ -215,7 +216,7 @@ def find_setting(trainer: Any, model: Any, plan: MemoryPlan, resident: float) ->
         measured = activations / candidate.activations
         ratio = max(ratio, measured) if fitting or failed else measured
         if size <= plan.limit:
-            fitting.append((candidate, int(size)))
+            fitting.append(replace(candidate, bytes=int(size)))
         else:
             failed.append(candidate)
         is_last = len(failed) == ROUNDS - 1
@@ -225,8 +226,8 @@ def find_setting(trainer: Any, model: Any, plan: MemoryPlan, resident: float) ->
         elif fitting and plan.planner.on_gpu:
             aim = plan.limit
         candidate = plan.planner.choose(aim, states, ratio, failed)
-        if fitting and candidate.work >= min(known.work for known, _ in fitting):
+        if fitting and candidate.work >= min(known.work for known in fitting):
             break
     if not fitting:
         plan.refuse(failed[-1])
-    return min(fitting, key=lambda found: found[0].work)
+    return min(fitting, key=lambda candidate: candidate.work)

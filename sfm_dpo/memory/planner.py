@@ -164,10 +164,7 @@ class MemoryPlanner:
         """The candidate of least work that is as configured and fits into `limit` bytes; if none fits, the smallest.
         One that must take as much as one of `failed` is chosen only if all must."""
         every = self.list_candidates(states, ratio)
-        candidates = select_asked(every, self.config.train)
-        left = [candidate for candidate in candidates if not any(map(candidate.takes_as_much, failed))] or candidates
-        fitting = [candidate for candidate in left if candidate.bytes <= limit]
-        choice = fitting[0] if fitting else min(left, key=lambda candidate: candidate.bytes)
+        choice = choose_candidate(every, limit, self.config.train, failed)
         enough = choice.bytes - (choice.bytes - states) / 10  # one more checkpointed layer may save too little
         smaller = next((other.options for other in every if other.bytes < enough), None)
         return replace(choice, smaller=smaller)
@@ -193,8 +190,13 @@ def asked_layers(args: TrainConfig, layers: int) -> int | None:
     return layers if count is None else count
 
 
-def select_asked(candidates: list[Candidate], args: TrainConfig) -> list[Candidate]:
-    """Those of `candidates` with the pairs and layers that a configuration asks for."""
+def choose_candidate(
+    candidates: list[Candidate], limit: float, args: TrainConfig, failed: Sequence[Candidate] = ()
+) -> Candidate:
+    """`MemoryPlanner.choose` from `candidates`, least work first."""
     pairs = asked_pairs(args)
     layers = asked_layers(args, candidates[0].layers)
-    return [c for c in candidates if pairs in (None, c.per_device) and layers in (None, c.checkpointed_layers)]
+    asked = [c for c in candidates if pairs in (None, c.per_device) and layers in (None, c.checkpointed_layers)]
+    left = [candidate for candidate in asked if not any(map(candidate.takes_as_much, failed))] or asked
+    fitting = [candidate for candidate in left if candidate.bytes <= limit]
+    return fitting[0] if fitting else min(left, key=lambda candidate: candidate.bytes)

@@ -88,16 +88,13 @@ def test_a_candidates_options_choose_it():
         choose_candidate(every, math.inf, configuration("--checkpointed_layers=9").train)
 
 
-def test_the_candidate_of_the_resumed_run_is_chosen_again_if_it_fits_and_nothing_else_is_given():
+def test_what_takes_as_much_as_a_setting_that_did_not_fit_is_not_chosen_again():
     every = list_candidates("--padding_free=true")
-    earlier = (2, 3)
-    again = next(candidate for candidate in every if (candidate.per_device, candidate.checkpointed_layers) == earlier)
     args = configuration().train
-    one = configuration("--per_device_train_batch_size=1").train
-    less = again.bytes - 1
-    assert choose_candidate(every, math.inf, args, earlier) == again != choose_candidate(every, math.inf, args)
-    assert choose_candidate(every, less, args, earlier) == choose_candidate(every, less, args)
-    assert choose_candidate(every, math.inf, one, earlier).per_device == 1
+    known = {(candidate.per_device, candidate.checkpointed_layers): candidate for candidate in every}
+    tried = choose_candidate(every, math.inf, args, [known[8, 2]])
+    assert (tried.per_device, tried.checkpointed_layers) == (4, 0)  # neither 16 pairs nor 8 with less than 3 layers
+    assert choose_candidate(every, 0, args, [known[1, 8]]) == known[1, 8]  # nothing is left
 
 
 def test_on_a_gpu_a_second_pair_can_be_worth_a_few_checkpointed_layers():

@@ -14,8 +14,8 @@ import pytest
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-import train_dpo
 from sfm_dpo.memory.activations import LiveBytes
+from sfm_dpo.train import trainer
 from tests.e2e.many_runs import train_all
 
 average = DeepSpeedZeroOptimizer.average_tensor
@@ -35,7 +35,7 @@ def main(folder: Path, argv: list[str]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DeepSpeedZeroOptimizer, "average_tensor", record)
             if name == "full":
-                patch.setattr(train_dpo, "fit_buckets", lambda zero, model: zero)
+                patch.setattr(trainer, "fit_buckets", lambda zero, model: zero)
             train_all([[*argv, "--output_dir", str(folder / name)]], patch)
         (folder / name / "buffers.json").write_text(json.dumps(found))
 

@@ -1,0 +1,101 @@
+"""How the setting of a run is found by measuring, with memory that is not what was planned."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.process import available_memory
+from sfm_dpo.fit import fit
+from sfm_dpo.fit.fit import AIM, ROUNDS, MemoryPlan, find_setting
+from tests.memory.test_planner import configuration, plan_memory
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def planner():
+    found = plan_memory(configuration("--padding_free=true"), hidden_size=512, intermediate_size=2048)
+    found.list_candidates()  # traces
+    return found
+
+
+def find(planner, monkeypatch, limit: int, states: int, ratio) -> tuple[object, list]:
+    """The setting found where activations take `ratio` (of the setting's number) times what was planned; and those
+    that were tried."""
+    tried = []
+
+    def measure(trainer, model, candidate, absent, resident):
+        activations = ratio(len(tried)) * candidate.activations
+        tried.append(candidate)
+        return states + activations, activations
+
+    monkeypatch.setattr(fit, "measure_memory", measure)
+    config = SimpleNamespace(train=SimpleNamespace(precompute_ref_log_probs=True))
+    trainer = SimpleNamespace(ref_model=None, config=config)
+    return find_setting(trainer, None, MemoryPlan(planner, states, 0, limit), states), tried
+
+
+@pytest.mark.parametrize("ratio", [0.45, 0.9, 1.0, 1.03, 1.3, 2.2])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_what_is_found_is_within_one_step_of_the_best(planner, monkeypatch, ratio, share):
+    states = GIB
+    every = planner.list_candidates(states, ratio)
+    largest = max(candidate.bytes for candidate in every)
+    limit = int(states + share * (largest - states))
+    found, tried = find(planner, monkeypatch, limit, states, lambda _: ratio)
+    fitting = [candidate for candidate in every if candidate.bytes <= limit]
+    rank = [(c.per_device, c.checkpointed_layers) for c in fitting].index(
+        (found.per_device, found.checkpointed_layers)
+    )
+    assert rank <= 1 and len(tried) <= ROUNDS
+    assert found.bytes <= limit
+
+
+def test_two_near_misses_do_not_choose_the_smallest(planner, monkeypatch):
+    states = GIB
+    every = planner.list_candidates(states)
+    limit = int(every[len(every) // 3].bytes * 1.001)
+    first = next(candidate for candidate in every if candidate.bytes <= limit)
+    needed = (limit - states) / first.activations
+
+    def ratio(number: int) -> float:
+        return 1.03 * needed if number == 0 else 1.001 * (limit - states) / second.activations if number == 1 else 1.03
+
+    second = next(c for c in planner.list_candidates(states, 1.03 * needed) if c.bytes <= AIM * limit)
+    found, tried = find(planner, monkeypatch, limit, states, ratio)
+    assert [candidate.bytes for candidate in tried[:2]] and found not in tried[:2]
+    fitting = [c for c in planner.list_candidates(states, 1.03) if c.bytes <= limit]
+    assert found.work <= fitting[1].work + 0.05 and found.work < max(c.work for c in every) - 0.1
+
+
+def test_if_nothing_fits_the_fields_that_are_set_are_named(planner, monkeypatch):
+    with pytest.raises(
+        UserError, match="no setting fits in .* GiB; the smallest is 1 pair.*; use a smaller max_length"
+    ):
+        find(planner, monkeypatch, GIB, GIB, lambda _: 1.0)
+    asked = plan_memory(configuration("--per_device_train_batch_size=4"), hidden_size=512, intermediate_size=2048)
+    with pytest.raises(UserError, match="with per_device_train_batch_size as set, .*; remove per_device_train_batch"):
+        find(asked, monkeypatch, GIB, GIB, lambda _: math.inf)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_memory_of_a_cpu_is_that_of_the_tightest_cgroup(tmp_path, version):
+    """Slurm limits the job, not the step in which the process is."""
+    controllers, limit, used = (
+        ("memory", "limit_in_bytes", "usage_in_bytes") if version == 1 else ("", "max", "current")
+    )
+    groups = tmp_path / "proc/self/cgroup"
+    groups.parent.mkdir(parents=True)
+    groups.write_text(f"3:cpu:/\n{4 if controllers else 0}:{controllers}:/slurm/job_1/step_0\n")
+    base = tmp_path / "sys/fs/cgroup" / controllers
+    facts = {"slurm": ("max", 10), "slurm/job_1": (16 * 2**20, 6 * 2**20), "slurm/job_1/step_0": ("max", 5)}
+    for name, (most, now) in facts.items():
+        (base / name).mkdir(parents=True)
+        (base / name / f"memory.{limit}").write_text(f"{most}\n")
+        (base / name / f"memory.{used}").write_text(f"{now}\n")
+    assert available_memory(str(tmp_path)) == 10 * 2**20
+    (base / "slurm/job_1/memory.stat").write_text(f"anon 1\ninactive_file {2**20}\n")  # the kernel drops it if needed
+    assert available_memory(str(tmp_path)) == 11 * 2**20
+    assert available_memory(str(tmp_path / "no cgroups")) > 2**20
