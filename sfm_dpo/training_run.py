@@ -33,6 +33,7 @@ from sfm_dpo.run.folder import (
     DATA,
     ERROR,
     EVALUATED,
+    HEALTH,
     PUSHED,
     REPORTED,
     RESOLVED_CONFIG,
@@ -41,6 +42,7 @@ from sfm_dpo.run.folder import (
     has_failed,
     make_folder,
     message_of_rank,
+    read_file,
     read_status,
     write_end,
     write_status,
@@ -215,6 +217,9 @@ class TrainingRun:
                 self.exit_code = 0  # a launcher would report 75 as a crash; status.json has the state
         elif message:
             log.error(message)
+        if end.state == State.COLLAPSED and self.folder and is_main_process():
+            health = read_file(self.folder / HEALTH)
+            write_json(self.folder / HEALTH, health | {"verdict": "collapsed", "stopped": True})
         if self.folder and message:
             write_status(self.folder, State(end.state), end.exit_code, message, any_rank=not is_stop, **status)
             if self.lease:

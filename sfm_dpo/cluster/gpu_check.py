@@ -35,7 +35,7 @@ BETA = 5
 TIMEOUT = 900  # seconds for each run
 # Fields of the model with few layers. In a wide model, a large learning rate would amplify small differences
 SMALL_MODEL = {"loss_type": "sigmoid_norm", "loss_weights": "", "beta": BETA, "learning_rate": 1e-6, "bf16": True}
-SMALL_MODEL |= {"fp16": False, "use_peft": False, "ref_model_name_or_path": "", "overlong": "truncate"}
+SMALL_MODEL |= {"use_peft": False, "ref_model_name_or_path": "", "overlong": "truncate"}
 SMALL_MODEL |= {"per_device_train_batch_size": PER_DEVICE, "checkpointed_layers": "", "flash_attention": "fa2"}
 SMALL_MODEL |= {"max_length": 2048, "max_prompt_length": 1024}
 LAUNCHES = {"single": "single", "ZeRO-2": "zero2", "FSDP2": "fsdp2", "ZeRO-3": "zero3", "resumed": "zero2"}

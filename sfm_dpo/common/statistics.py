@@ -7,7 +7,7 @@ import numpy as np
 
 # Rounding of a log-prob relative to the largest logit: half a unit of roundoff in 16 bit. In fp32, where sums are not
 # accumulated in a higher precision, up to 2**-21 was measured (packed against padded, SmolLM2-135M and tiny models)
-LOGP_ROUNDING = {"bf16": 2**-9, "fp16": 2**-12, "no": 2**-20}
+LOGP_ROUNDING = {"bf16": 2**-9, "no": 2**-20}
 TYPICAL_LOGIT = 10.0  # the largest of a token, where it is not measured
 
 Z = 1.959964  # for a two-sided 95% interval under the normal approximation

@@ -49,6 +49,7 @@ REFUSED = {
     "auto_find_batch_size": "would change the global batch; remove it",
     "deepspeed": "a launcher sets its own; use accelerate launch --config_file accelerate_config.yaml",
     "enable_jit_checkpoint": "ranks could save at different steps; remove it, and stop a run with the file STOP",
+    "fp16": "policy and reference would be computed in different precisions; use bf16",
     "hub_always_push": "a checkpoint is not pushed while the push of an earlier one is running; remove it",
     "ignore_data_skip": "a resumed run would train on some pairs twice; remove it",
     "label_smoothing_factor": "is for Trainer's cross-entropy; with loss_type robust or exo_pair set label_smoothing",
@@ -168,7 +169,7 @@ def list_machine_conflicts(c: argparse.Namespace, world_size: int, training: boo
     rounded = f"there are no fp32 master weights; updates of {c.learning_rate:g} round to 0; remove dtype"
     if is_16_bit and launched_with() == "none":
         yield "dtype", f"without DeepSpeed or FSDP {rounded} (bf16: true still computes in bf16)"
-    if is_16_bit and launched_with() == "fsdp" and not (c.bf16 or c.fp16):
+    if is_16_bit and launched_with() == "fsdp" and not c.bf16:
         yield "dtype", f"under FSDP2 without bf16: true {rounded}"
     if training and world_size == 1 and gpus > 1 and not c.use_cpu:
         yield "use_cpu", f"one process sees {gpus} GPUs; use accelerate launch, or set CUDA_VISIBLE_DEVICES=0"

@@ -27,6 +27,11 @@ ROUNDING = set(
 # Affect only some data sets: run/start.py compares the hash of the tokens
 COMPARED_BY_TOKENS = {"mask_tool_results"}
 
+# The data, and which pairs a step has: a checkpoint is continued with the same ones, also in another output_dir
+ORDER = set(
+    """seed data_seed global_batch_size train_sampling_strategy max_length max_prompt_length truncation_mode
+    overlong""".split()
+)
 MAY_CHANGE = NO_EFFECT | ROUNDING | COMPARED_BY_TOKENS  # in a resumed run
 
 # What a short run of a recipe does without: it is offline, unpublished and not evaluated

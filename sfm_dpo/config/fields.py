@@ -241,7 +241,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     world_size = world_size or distributed.world_size()
     if not training:  # one process on a CPU
         world_size = 1
-        vars(namespace).update(use_cpu=True, bf16=False, fp16=False, dtype=None)
+        vars(namespace).update(use_cpu=True, bf16=False, dtype=None)
     problems: list[str] = []
     if not namespace.use_cpu and (reason := distributed.explain_missing_gpus()):
         problems.append(f"{reason}. To train on the CPU anyway, set --use_cpu true")
@@ -249,7 +249,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     # each CPU process would act as the only one.
     namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
     if namespace.bf16 is None:
-        namespace.bf16 = not namespace.use_cpu and not namespace.fp16  # TRL's default is true everywhere
+        namespace.bf16 = not namespace.use_cpu  # TRL's default is true everywhere
     namespace.dtype = namespace.dtype or "float32"
     if namespace.hub_token:  # trackers record the arguments, and other users can read a command line
         problems.append("hub_token: would be stored with the run; put HF_TOKEN into .env instead")

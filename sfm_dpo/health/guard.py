@@ -13,7 +13,7 @@ from sfm_dpo.common.errors import GuardStopped
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config.checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.data.lengths import count_trained
-from sfm_dpo.health.guard_rules import SIGMOID_LOSSES, Finding, Log, RunFacts, judge_log
+from sfm_dpo.health.guard_rules import SIGMOID_LOSSES, Finding, GuardContext, Log, judge_log
 from sfm_dpo.run.checkpoint import keep_before
 from sfm_dpo.run.folder import HEALTH, SAMPLES
 
@@ -48,7 +48,9 @@ class Guard(TrainerCallback, ExportableState):
         is_sigmoid = len(args.loss_type) == 1 and loss_type in SIGMOID_LOSSES
         warmup_steps = args.get_warmup_steps(state.max_steps)
         other_reference = bool(args.ref_model_name_or_path)
-        self.run = RunFacts(is_sigmoid, args.beta, chosen_tokens, state.max_steps, warmup_steps, other_reference)
+        self.context = GuardContext(
+            is_sigmoid, args.beta, chosen_tokens, state.max_steps, warmup_steps, other_reference
+        )
         self._write_health(args)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -57,7 +59,7 @@ class Guard(TrainerCallback, ExportableState):
         entries = [entry for entry in state.log_history if "loss" in entry]
         known = {finding.signal for finding in self.findings}
         # Metrics are gathered from all ranks, but ranks with different findings would wait for each other forever
-        new = broadcast([finding for finding in judge_log(entries, self.run) if finding.signal not in known])
+        new = broadcast([finding for finding in judge_log(entries, self.context) if finding.signal not in known])
         for finding in new:
             self._report(args, entries, finding)
         if new:

@@ -18,7 +18,7 @@ Log = list[Entry]
 Evidence = tuple[int, str]  # the first logged step that shows it, and its values in words
 
 
-class RunFacts(NamedTuple):
+class GuardContext(NamedTuple):
     """What the rules need besides the log. rewards/chosen / (beta * chosen_tokens) is in nats per token."""
 
     sigmoid: bool
@@ -34,7 +34,7 @@ class GuardRule(NamedTuple):
 
     signal: str
     stops: bool
-    check: Callable[[Log, RunFacts], Evidence | None]
+    check: Callable[[Log, GuardContext], Evidence | None]
     remedy: str
 
 
@@ -50,7 +50,7 @@ class Finding(NamedTuple):  # as in health.json
         return f"{self.signal} at step {self.step}, began at step {self.began}: {self.seen}"
 
 
-def judge_log(log: Log, run: RunFacts) -> list[Finding]:
+def judge_log(log: Log, run: GuardContext) -> list[Finding]:
     """The findings at the end of `log` (in order of steps); those that stop a run come first."""
     findings = []
     for rule in RULES:
@@ -73,7 +73,7 @@ def _find_streak(
     return step, figures
 
 
-def _check_finite(log: Log, run: RunFacts) -> Evidence | None:
+def _check_finite(log: Log, run: GuardContext) -> Evidence | None:
     last = log[-1]
     for name in ("loss", "rewards/margins", "logps/chosen", "logps/rejected"):
         if not math.isfinite(last.get(name, 0.0)):
@@ -84,13 +84,13 @@ def _check_finite(log: Log, run: RunFacts) -> Evidence | None:
     return None
 
 
-def _check_skipped(log: Log, run: RunFacts) -> Evidence | None:
+def _check_skipped(log: Log, run: GuardContext) -> Evidence | None:
     if skipped := log[-1].get("skipped_updates"):
         return log[-1]["step"], f"DeepSpeed has skipped {skipped} update(s), whose gradients were not finite"
     return None
 
 
-def _check_collapse(log: Log, run: RunFacts) -> Evidence | None:
+def _check_collapse(log: Log, run: GuardContext) -> Evidence | None:
     last = log[-1]
     margin = last.get("rewards/margins", 0.0)
     if margin <= 5 or (run.sigmoid and last["loss"] >= 0.01):
@@ -109,7 +109,7 @@ def _check_collapse(log: Log, run: RunFacts) -> Evidence | None:
     return log[log.index(start) + 1]["step"], figures
 
 
-def _check_displacement(log: Log, run: RunFacts) -> Evidence | None:
+def _check_displacement(log: Log, run: GuardContext) -> Evidence | None:
     start = log[0].get("rewards/chosen", 0.0) if run.other_reference else 0.0
 
     def loss_per_token(entry: Entry) -> float:
@@ -119,7 +119,7 @@ def _check_displacement(log: Log, run: RunFacts) -> Evidence | None:
     return _find_streak(log, 3, figures, loss_per_token, limit=1.0, begins=0.3)
 
 
-def _check_divergence(log: Log, run: RunFacts) -> Evidence | None:
+def _check_divergence(log: Log, run: GuardContext) -> Evidence | None:
     if not run.sigmoid:
         return None
     limit = max(2.0, 3 * log[0]["loss"]) if run.other_reference else 2.0
@@ -127,7 +127,7 @@ def _check_divergence(log: Log, run: RunFacts) -> Evidence | None:
     return _find_streak(log, 5, figures, itemgetter("loss"), limit, begins=limit / 2)
 
 
-def _check_standstill(log: Log, run: RunFacts) -> Evidence | None:
+def _check_standstill(log: Log, run: GuardContext) -> Evidence | None:
     after = [e for e in log if e["step"] > run.warmup_steps and "rewards/margins" in e]
     needed = max(100, 0.2 * run.max_steps)
     if len(after) < 20 or log[-1]["step"] - run.warmup_steps < needed:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sfm_dpo.common.distributed import launch_file, launched_with
@@ -26,6 +27,12 @@ LAUNCHES = ("zero2", "zero3", "fsdp2")
 def numel(parameter: torch.nn.Parameter) -> int:
     """Elements of the full tensor; under ZeRO-3 `numel()` is 0."""
     return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def local_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What this rank holds of a parameter; under ZeRO-3 and FSDP2 a part of it."""
+    shard = getattr(parameter, "ds_tensor", parameter)
+    return shard.to_local() if isinstance(shard, DTensor) else shard
 
 
 def shape(parameter: torch.nn.Parameter) -> torch.Size:

@@ -63,7 +63,7 @@ def read_log(path: Path) -> RunLog:
 def compare_runs(a: RunLog, b: RunLog, tolerance: float | None = None) -> dict[str, Any]:
     """Metrics, verdict and differences of two runs, as plain types. `tolerance` is relative."""
     if tolerance is None:
-        is_16_bit = any(run.facts["configuration"].get(name) for run in (a, b) for name in ("bf16", "fp16"))
+        is_16_bit = any(run.facts["configuration"].get("bf16") for run in (a, b))
         tolerance = 5e-2 if is_16_bit else 1e-3
     series = align_series(a, b)
     rows = [compare_metric(name, values, tolerance) for name, values in series.items()]

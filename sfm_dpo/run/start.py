@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sfm_dpo.common.distributed import is_main_process, on_main_process, world_size
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config.effects import MAY_CHANGE
+from sfm_dpo.config.effects import MAY_CHANGE, ORDER
 from sfm_dpo.run.checkpoint import COMPLETE, STOP, checkpoints, clear_old_stop, why_damaged, why_incomplete
 from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.folder import (
@@ -121,18 +121,40 @@ def read_start(config: "Config", processes: int, damaged: Mapping[Path, str]) ->
         return start
     before = find_before(args, damaged)
     before.check(RunFacts(world_size=processes))
+    compare_configurations(config, before)
     return replace(start, before=before)
 
 
+def compare_configurations(config: "Config", before: Before) -> None:
+    """Says what differs from the configuration under which the checkpoint was written, in whichever folder it is.
+    Raises UserError if that changes the data or their order."""
+    differences = {}
+    for key, value in config.as_dict().items():
+        was = before.config.get(key, value)
+        if was == value or key in MAY_CHANGE:
+            continue
+        if key in ORDER:
+            remedy = f"set {key}: {was}, or train from the model alone (--model_name_or_path {before.checkpoint})"
+            raise UserError(f"{key} {value}: {before.checkpoint} was written with {was}; {remedy}")
+        differences[key] = f"{key} {value} (was {was})"
+    if differences:
+        log.info(f"{before.checkpoint} is continued with {', '.join(differences.values())}")
+
+
 def find_before(args: "TrainConfig", damaged: Mapping[Path, str]) -> Before:
-    """The checkpoint asked for, or the newest complete one. Raises UserError if the former is not usable."""
+    """The newest complete checkpoint of this run, or the one asked for: one of another run is where this run starts,
+    until it has its own. Raises UserError if it is not usable."""
     asked = args.resume_from_checkpoint
-    for checkpoint in [Path(asked)] if asked else reversed(checkpoints(args.output_dir)):
+    own = checkpoints(args.output_dir)[::-1]
+    if asked:
+        is_own = Path(asked).absolute().parent == Path(args.output_dir).absolute()
+        own = [Path(asked)] if is_own else [*own, Path(asked)]
+    for checkpoint in own:
         reason = damaged.get(checkpoint) or why_incomplete(checkpoint)
         if reason is None:
             facts = RunFacts.of(read_file(checkpoint / COMPLETE))
             return Before(checkpoint, facts, read_file(checkpoint.parent / RESOLVED_CONFIG))
-        if asked:
+        if asked and checkpoint == Path(asked):
             raise UserError(f"resume_from_checkpoint {asked}: {reason}; choose another, or remove the field")
         if checkpoint not in damaged:
             log.info(f"{checkpoint} {reason}; skipped")

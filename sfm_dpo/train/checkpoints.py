@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
@@ -40,6 +41,27 @@ class CheckpointCallback(TrainerCallback):
         trainer.accelerator.wait_for_everyone()
 
 
+# Upstream: transformers 5.24, trainer.py, Trainer._load_optimizer_and_scheduler: restores learning rate, weight decay
+# and betas of the run that wrote the checkpoint; deepspeed 0.19, runtime/zero/stage_1_and_2.py, load_state_dict: also
+# its clipping. Canary: test_canary_learning_rate_of_a_resumed_run
+def apply_configuration(trainer: Any) -> None:
+    """Gives the loaded optimizer and schedule the values of this run's configuration; where they are those of the run
+    that wrote the checkpoint, nothing changes."""
+    optimizer = trainer.optimizer
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # accelerate's wrapper
+    if not isinstance(scheduler, LambdaLR):  # reduce_lr_on_plateau has no rate of its own
+        return
+    rates = []
+    for number, group in enumerate(optimizer.param_groups):
+        configured = trainer.configured_groups[number]
+        scheduler.base_lrs[number] = configured["lr"]
+        rates.append(configured["lr"] * scheduler.lr_lambdas[number](scheduler.last_epoch))
+        group.update(configured | {"initial_lr": configured["lr"], "lr": rates[-1]})
+    scheduler._last_lr = rates
+    if trainer.zero_stage:
+        optimizer.optimizer.clip_grad = trainer.args.max_grad_norm
+
+
 class ResumeCallback(TrainerCallback):
     """Sets what Transformers 5.24 does not: the epoch's order, the count of tokens, which layers are checkpointed, and
     the steps between logs, evaluations and saves."""
@@ -49,6 +71,9 @@ class ResumeCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.trainer.is_resumed = state.global_step > 0
+        if self.trainer.is_resumed:
+            self.trainer.check_finite()
+            apply_configuration(self.trainer)
         # Upstream: transformers 5.24, trainer.py, Trainer._init_training_state: a resumed run keeps its checkpoint's
         # logging_steps, eval_steps and save_steps. Canary: test_canary_steps_of_a_resumed_run
         state.compute_steps(args, state.max_steps)

@@ -19,6 +19,7 @@ from sfm_dpo.config.checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.packing import find_shared
 
+ALLOWED = 4  # times what rounding explains, as in fit/calibration.py
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # of a sum of log-probs, relative, between two computations of it
 
 
@@ -65,6 +66,16 @@ def step_0_tolerance(completion_mask: torch.Tensor, scale: torch.Tensor, beta: f
     return 2 * beta * noise * (chosen + rejected).sqrt() + 1e-6
 
 
+def check_loss(trainer, loss: torch.Tensor) -> None:
+    """Raises UserError if the first loss is not finite on any rank."""
+    if trainer.accelerator.gather(loss.detach().isfinite()).all().item():
+        return
+    args = trainer.config.train
+    names = ("loss_type", "loss_weights", "beta", "label_smoothing", "router_aux_loss_coef")
+    given = ", ".join(f"{name} {vars(args)[name]}" for name in names if vars(args)[name] is not None)
+    raise UserError(f"step 0: the loss is not finite with {given}; change one of these fields")
+
+
 def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_logps) -> None:
     """Checks that the loss is ln 2 at policy = reference; otherwise training would optimise something else. Raises
     UserError with the cause, found by computing the micro-batch `inputs` again with `model`."""
@@ -76,7 +87,7 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_log
     def is_off(margin: torch.Tensor, tolerance: torch.Tensor) -> bool:
         """Whether any rank is off; the same on all ranks, which may next have to call a forward together."""
         excess = margin.abs().mean() / 2 / tolerance.mean()
-        return accelerator.gather(excess).max().item() > 1
+        return accelerator.gather(excess).max().item() > ALLOWED
 
     def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
         return is_off(trainer.beta * (a - b) / scale, tolerance.repeat(2) / 2)

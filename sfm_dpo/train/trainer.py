@@ -26,8 +26,8 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer, get_peft_config
 from trl.trainer import dpo_trainer
 
-from sfm_dpo.common.distributed import is_main_process, launched_with, zero_stage
-from sfm_dpo.common.errors import UserError, user_input
+from sfm_dpo.common.distributed import gather, is_main_process, launched_with, on_main_process, zero_stage
+from sfm_dpo.common.errors import GuardStopped, UserError, user_input
 from sfm_dpo.common.files import follow_umask
 from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
 from sfm_dpo.config.checks import HELD_OUT, main_loss
@@ -49,8 +49,8 @@ from sfm_dpo.model.loading import (
     model_init_kwargs,
 )
 from sfm_dpo.model.packing import decide_packing, enable_padding_free, find_delta_nets, has_delta_net_kernels
-from sfm_dpo.model.sharding import fit_buckets, keep_precision, use_fsdp_on_cpu
-from sfm_dpo.run.checkpoint import COMPLETE
+from sfm_dpo.model.sharding import fit_buckets, keep_precision, local_shard, use_fsdp_on_cpu
+from sfm_dpo.run.checkpoint import COMPLETE, keep_before
 from sfm_dpo.run.facts import RunFacts, Settings
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, ResumeCallback
@@ -58,6 +58,7 @@ from sfm_dpo.train.metrics import (
     CountingCollator,
     Meter,
     MetricSums,
+    check_loss,
     check_step_0,
     count_chosen,
     loss_scale,
@@ -107,7 +108,7 @@ class SFMDPOTrainer(DPOTrainer):
         self.train_sums = MetricSums()  # since the last log
         self.num_tokens = 0
         self.is_resumed = False
-        self.step_0_checked = bool(args.ref_model_name_or_path)  # with another reference the loss is not ln 2
+        self.step_0_checked = False
         fit_deepspeed_buckets(config)
         options = {"peft_config": get_peft_config(config.model)} | kwargs
         building = user_input("building the trainer", "correct the field it names; for LoRA, lora_target_modules")
@@ -169,6 +170,14 @@ class SFMDPOTrainer(DPOTrainer):
             if args.torch_compile:
                 compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        # For ResumeCallback: loading a checkpoint restores the values of its run
+        self.configured_groups = [dict(group) for group in optimizer.param_groups]
+        for group in self.configured_groups:
+            del group["params"]
+        return optimizer
+
     @property
     def settings(self) -> Settings:
         assert self.facts.settings
@@ -201,7 +210,7 @@ class SFMDPOTrainer(DPOTrainer):
         model = model or self.bare_model()
         config = model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}[self.accelerator.mixed_precision]
+        dtype = {"bf16": torch.bfloat16, "no": torch.float32}[self.accelerator.mixed_precision]
         kernel = kernel_name(self.accelerator.device, dtype, head_dim)
         if find_delta_nets(model):
             kernel += f", gated delta nets by {'fla' if has_delta_net_kernels() else 'transformers'}"
@@ -290,10 +299,12 @@ class SFMDPOTrainer(DPOTrainer):
         result = self.trl_loss(forward, inputs, return_outputs)
         self.progress.advance()  # the following calls wait for the other ranks
         logps = forwards[0].log_probs.detach().sum(dim=1)  # [2B], zero outside of the responses
+        loss = result[0] if return_outputs else result
         if self.model.training and not self.step_0_checked and not self.state.global_step:
             self.step_0_checked = True
-            check_step_0(self, model, inputs, logps, ref_logps)
-        loss = result[0] if return_outputs else result
+            check_loss(self, loss)
+            if not self.config.train.ref_model_name_or_path:  # else the loss is not ln 2
+                check_step_0(self, model, inputs, logps, ref_logps)
         self._record(loss, inputs["completion_mask"], logps, ref_logps, forwards[0])
         return result
 
@@ -387,11 +398,33 @@ class SFMDPOTrainer(DPOTrainer):
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
 
+    def check_finite(self) -> None:
+        """Raises GuardStopped if a weight or the newest loss is not finite. All ranks must call it."""
+        shards = [local_shard(parameter) for parameter in self.model.parameters()]
+        is_finite = torch.stack([shard.isfinite().all() for shard in shards if shard.numel()]).all().item()
+        losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
+        what = "the loss" if losses and not math.isfinite(losses[-1]) else None
+        if not all(gather(is_finite)):
+            what = "a weight"
+        if not what:
+            return
+        step = self.state.global_step
+        healthy = on_main_process(lambda: keep_before(self.args.output_dir, step))
+        start = f" from {healthy} (--resume_from_checkpoint {healthy})" if healthy else ""
+        raise GuardStopped(
+            f"step {step}: {what} is not finite, so nothing is saved; start a new run{start} with a lower "
+            "learning_rate in another output_dir",
+            step=step,
+            checkpoint=healthy and str(healthy),
+        )
+
     # Upstream: transformers 5.24, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
     # checkpoints, without a warning; with FULL_STATE_DICT rank 0's memory must also hold the optimizer.
     # Canary: test_canary_save_model
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the complete model for from_pretrained, under FSDP2 in checkpoints too."""
+        """Saves the complete model for from_pretrained, under FSDP2 in checkpoints too. Raises GuardStopped before it
+        writes anything if the model is not finite."""
+        self.check_finite()
         folder = Path(output_dir or self.args.output_dir)
         self.progress.saving = folder
         if is_main_process():  # a skipped checkpoint of this step must not look complete while it is rewritten

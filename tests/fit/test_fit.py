@@ -46,10 +46,8 @@ def test_what_is_found_is_within_one_step_of_the_best(planner, monkeypatch, rati
     limit = int(states + share * (largest - states))
     found, tried = find(planner, monkeypatch, limit, states, lambda _: ratio)
     fitting = [candidate for candidate in every if candidate.bytes <= limit]
-    rank = [(c.per_device, c.checkpointed_layers) for c in fitting].index(
-        (found.per_device, found.checkpointed_layers)
-    )
-    assert rank <= 1 and len(tried) <= ROUNDS
+    better = [candidate for candidate in fitting if candidate.work < found.work]
+    assert len(better) <= 1 and len(tried) <= ROUNDS
     assert found.bytes <= limit
 
 
@@ -71,12 +69,10 @@ def test_two_near_misses_do_not_choose_the_smallest(planner, monkeypatch):
 
 
 def test_if_nothing_fits_the_fields_that_are_set_are_named(planner, monkeypatch):
-    with pytest.raises(
-        UserError, match="no setting fits in .* GiB; the smallest is 1 pair.*; use a smaller max_length"
-    ):
+    with pytest.raises(UserError, match=r"no setting fits in .*; the smallest is 1 pair.*; use a smaller max_length"):
         find(planner, monkeypatch, GIB, GIB, lambda _: 1.0)
     asked = plan_memory(configuration("--per_device_train_batch_size=4"), hidden_size=512, intermediate_size=2048)
-    with pytest.raises(UserError, match="with per_device_train_batch_size as set, .*; remove per_device_train_batch"):
+    with pytest.raises(UserError, match=r"with per_device_train_batch_size as set, .*; remove per_device_"):
         find(asked, monkeypatch, GIB, GIB, lambda _: math.inf)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import train_dpo
-from sfm_dpo.health.guard_rules import Finding, RunFacts, judge_log
+from sfm_dpo.health.guard_rules import Finding, GuardContext, judge_log
 from tests.toolbox import logged, on_cpu
 
 # A failed project's runs, losses on sums: (step, loss, margin)
@@ -23,7 +23,7 @@ SLOW_RUN = [
     *((30, 0.105, 2.203), (35, 0.004, 5.434), (38, 0.001, 6.984), (49, 0.0, 8.638), (52, 0.0, 9.022)),
 ]
 EVERY_TENTH_STEP = [(10, 0.69, 0.0), (20, 0.66, 0.1), (30, 0.55, 0.4), (40, 0.004, 5.9)]  # as such a run might log
-RUN = RunFacts(sigmoid=True, beta=0.1, chosen_tokens=200.0, max_steps=60, warmup_steps=6)
+RUN = GuardContext(sigmoid=True, beta=0.1, chosen_tokens=200.0, max_steps=60, warmup_steps=6)
 NORM = RUN._replace(beta=5.0, chosen_tokens=1.0)
 
 
@@ -31,7 +31,7 @@ def entries(rows, names=("loss", "rewards/margins")) -> list[dict]:
     return [{"step": step} | dict(zip(names, values, strict=True)) for step, *values in rows]
 
 
-def replay(log: list[dict], run: RunFacts = RUN) -> dict[str, Finding]:
+def replay(log: list[dict], run: GuardContext = RUN) -> dict[str, Finding]:
     """Findings by signal as the guard would meet them, entry by entry; it ends at the first that stops."""
     findings: dict[str, Finding] = {}
     for i in range(len(log)):
@@ -126,7 +126,7 @@ def test_each_signal_is_detected_and_not_where_it_is_mild(signal, log, run):
         assert signal not in replay(mild, run)
 
 
-def test_one_infinite_gradient_norm_is_fp16_finding_its_scale():
+def test_one_infinite_gradient_norm_is_a_skipped_update():
     assert not replay(rising(5, grad_norm=lambda i: math.inf if i == 2 else 1.0))
 
 
