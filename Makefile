@@ -34,13 +34,13 @@ chat: setup
 
 # Before a commit: lint, types and the fast tests, under 90 seconds on 2 cores.
 check: setup lint
-	$(PYTEST) --ignore tests/e2e --ignore tests/slurm -m "not slow and not grid"
+	$(PYTEST) --ignore tests/e2e --ignore tests/slurm -m "not slow and not grid and not canary"
 
 test: setup lint
-	$(PYTEST) -m "not grid"
+	$(PYTEST) -m "not grid and not canary"
 
 test-grid: setup
-	$(PYTEST) -m grid
+	$(PYTEST) -m "grid or canary"
 
 lint: setup
 	"$(BIN)/ruff" check .
@@ -66,4 +66,4 @@ lock:
 upgrade:
 	$(PYTHON) -m venv .venv-upgrade
 	.venv-upgrade/bin/pip install --upgrade $$(sed 's/[=#].*//' requirements.txt requirements-dev.txt)
-	.venv-upgrade/bin/python -m pytest -m "not grid" -k "canary or test_golden or test_oracle"
+	.venv-upgrade/bin/python -m pytest -m "canary or not grid" -k "canary or test_golden or test_oracle"

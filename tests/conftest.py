@@ -144,3 +144,9 @@ def write_rows(tmp_path):
         return path
 
     return write
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.name.startswith("test_canary"):
+            item.add_marker("canary")

@@ -4,12 +4,14 @@ import itertools
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import pytest
 
 import train_dpo
 from sfm_dpo.health.guard_rules import Finding, GuardContext, judge_log
+from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.toolbox import logged, on_cpu
 
 # A failed project's runs, losses on sums: (step, loss, margin)
@@ -164,4 +166,35 @@ def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(co
     assert finding["signal"] in capsys.readouterr().err
 
     assert train_dpo.main(command + COLLAPSE) == 2  # it does not go on by itself
-    assert "the guard stopped this run" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert "the guard stopped this run" in line
+    remedy = re.search(r"\((--resume_from_checkpoint \S+)\) with a lower learning_rate in another output_dir", line)[1]
+    lower = [*COLLAPSE[:1], "1e-5", *COLLAPSE[2:], "--output_dir", str(tmp_path / "lower"), *remedy.split()]
+    assert train_dpo.main([*command, *lower]) == 0
+    before = {entry["step"]: entry["learning_rate"] for entry in logged(out) if "learning_rate" in entry}
+    after = {entry["step"]: entry["learning_rate"] for entry in logged(tmp_path / "lower") if "learning_rate" in entry}
+    start = int(healthy.name.split("-")[1])
+    shared = [step for step in before if start < step and step in after]
+    assert shared and all(after[step] == pytest.approx(before[step] / 100) for step in shared)
+    changed = [*lower, "--seed", "5", "--output_dir", str(tmp_path / "other")]
+    assert train_dpo.main([*command, *changed]) == 2 and "was written with 42" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guard", ["stop", "warn", "skip"])
+def test_a_model_that_is_not_finite_is_neither_saved_nor_done(command, tmp_path, no_report, monkeypatch, guard):
+    """An infinite gradient in the last step, after the last log entry that a guard could read."""
+    step = SFMDPOTrainer.training_step
+
+    def overflow(trainer, *args):
+        loss = step(trainer, *args)
+        if trainer.state.global_step == 3:
+            next(p for p in trainer.model.parameters() if p.grad is not None).grad.fill_(math.inf)
+        return loss
+
+    monkeypatch.setattr(SFMDPOTrainer, "training_step", overflow)
+    assert train_dpo.main([*command, "--max_steps", "4", "--guard", guard]) == 4
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["state"] == "collapsed" and status["checkpoint"].endswith("checkpoint-2")
+    assert not list((tmp_path / "run").glob("*.safetensors")) and not (tmp_path / "run/checkpoint-4").exists()
+    assert json.loads((tmp_path / "run/health.json").read_text())["verdict"] == "collapsed"

@@ -197,6 +197,13 @@ def test_canary_steps_of_a_resumed_run(tmp_path):
     assert trainer.state.save_steps == 2
 
 
+def test_canary_learning_rate_of_a_resumed_run(tmp_path):
+    make(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, learning_rate=1e-3).train()
+    trainer = make(tmp_path, max_steps=3, learning_rate=1e-5, lr_scheduler_type="constant")
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.optimizer.param_groups[0]["lr"] == 1e-3
+
+
 def test_canary_tied_weights():
     cloned = clone_tensors_for_torch_save(tiny_model("llama", tie_word_embeddings=True, **SMALL).state_dict())
     assert cloned["lm_head.weight"].data_ptr() != cloned["model.embed_tokens.weight"].data_ptr()
