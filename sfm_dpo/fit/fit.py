@@ -96,8 +96,8 @@ def fit(trainer: Any, before: Before) -> RunFacts:
     begin = time.monotonic()
     # ZeRO-3 and FSDP2 shard the policy only when training begins
     is_whole = trainer.zero_stage != 3 and not trainer.is_fsdp_enabled
-    plan = plan_memory(trainer)
-    resident = reset_peak_memory()  # before anything has run
+    resident = max(gather(int(reset_peak_memory())))  # before anything has run
+    plan = plan_memory(trainer, resident)
     with base_policy(trainer) as model:
         noise, ratios, kernels = compare_paths(trainer, model, is_whole)
         found = Calibration(noise, ratios)
@@ -157,8 +157,9 @@ class MemoryPlan:
         )
 
 
-def plan_memory(trainer: Any) -> MemoryPlan | None:
-    """The plan by which memory decides; None on a CPU if pairs and layers are set. All ranks must call it."""
+def plan_memory(trainer: Any, resident: int) -> MemoryPlan | None:
+    """The plan by which memory decides; None on a CPU if pairs and layers are set. `resident`: bytes that the process
+    takes so far. All ranks must call it."""
     args = trainer.config.train
     settings = trainer.settings
     model_config = load_model_config(trainer.config)
@@ -180,7 +181,7 @@ def plan_memory(trainer: Any) -> MemoryPlan | None:
     absent = parts["gradients"] + parts["optimizer"] + parts["buffers"]
     states = sum(parts.values())
     if args.use_cpu:  # weights, a live reference and the rest of the process are there
-        states = absent + max(gather(resident_bytes()))
+        states = absent + resident
     return MemoryPlan(planner, states, absent, find_limit(args))
 
 
@@ -195,7 +196,7 @@ def find_limit(args: TrainConfig) -> int:
     return min(gather(int(limit)))
 
 
-def find_setting(trainer: Any, model: Any, plan: MemoryPlan, resident: float) -> Candidate:
+def find_setting(trainer: Any, model: Any, plan: MemoryPlan, resident: int) -> Candidate:
     """The setting of least work that has been measured to fit, with these bytes. Raises UserError if none fits.
 
     The next one to try is chosen by the largest ratio of measured to planned activations so far. Whatever has as many
@@ -203,7 +204,7 @@ def find_setting(trainer: Any, model: Any, plan: MemoryPlan, resident: float) ->
     """
     ratio = 1.0 if plan.planner.on_gpu else CPU_RATIO
     absent = max(0, plan.absent - count_released(trainer))
-    states = max(gather(int(resident + absent)))
+    states = resident + absent
     fitting: list[Candidate] = []
     failed: list[Candidate] = []
     candidate = plan.planner.choose(plan.limit, states, ratio)
