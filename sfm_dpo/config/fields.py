@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import torch
 import yaml
+from datasets.config import HF_DATASETS_CACHE
+from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
 from transformers import SchedulerType
 from transformers.hf_argparser import HfArg
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
@@ -26,7 +28,10 @@ from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
 from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
+from sfm_dpo.common.files import why_unlockable
 from sfm_dpo.config.checks import LOSS_TYPES, check_fields, check_known
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -237,7 +242,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     namespace = parse_fields(parser, argv)
     if namespace.beta < 1 and namespace.loss_type is parser.fields["loss_type"].default:
         text = "beta is below 1, but loss_type is not set, and its default here is sigmoid_norm; TRL's is sigmoid"
-        logging.getLogger("sfm_dpo").warning(text)
+        log.warning(text)
     world_size = world_size or distributed.world_size()
     if not training:  # one process on a CPU
         world_size = 1
@@ -256,6 +261,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     problems += check_fields(namespace, world_size, training)
     if namespace.eval_strategy == "no" and namespace.eval_steps not in (None, TrainConfig.eval_steps):
         problems.append(f"eval_steps {namespace.eval_steps:g}: has no effect; set eval_strategy: steps, or remove it")
+    with collect_errors(problems):
+        check_locks()
     tracking = ""
     with collect_errors(problems):
         namespace.report_to, tracking = resolve_report_to(namespace.report_to)
@@ -263,6 +270,9 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     if namespace.dataset_num_proc:  # more processes than cores only take memory
         namespace.dataset_num_proc = min(namespace.dataset_num_proc, len(os.sched_getaffinity(0)))
     namespace.use_peft = bool(namespace.use_peft)
+    if training and distributed.world_size() > 1:  # the process group is made with the dataclasses
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        log.info(f"waiting for all {distributed.world_size()} ranks at {where}")
     with user_input("configuration"):
         get_peft_config(namespace)  # checks the LoRA fields
         train, model, data = parser.parse_dict(vars(namespace), allow_extra_keys=True)
@@ -275,6 +285,15 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     if training:
         check_optimizer(train)
     return Config(train, model, data, tracking)
+
+
+def check_locks() -> None:
+    """Raises UserError if a cache is on a file system without file locks: libraries lock their files there."""
+    caches = {"HF_HOME": HF_HOME, "HF_HUB_CACHE": HF_HUB_CACHE, "HF_DATASETS_CACHE": HF_DATASETS_CACHE}
+    for name, folder in caches.items():
+        if reason := why_unlockable(Path(folder)):
+            remedy = f"set {name} (in .env) to a folder on another disk"
+            raise UserError(f"{name} {folder}: its file system has no file locks ({reason}); {remedy}")
 
 
 def raise_all(problems: list[str], recipe: str | None) -> None:
