@@ -4,14 +4,14 @@ Precedence: defaults < recipe (`--config`) < command line. A recipe's values bec
 """
 
 import argparse
-import csv
 import dataclasses
 import functools
 import json
 import logging
 import netrc
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,9 +27,16 @@ from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_pef
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
-from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
+from sfm_dpo.common.errors import UserError, collect_errors, user_input
 from sfm_dpo.common.files import why_unlockable
-from sfm_dpo.config.checks import LOSS_TYPES, check_fields, check_known
+from sfm_dpo.config.checks import (
+    LOSS_TYPES,
+    check_fields,
+    check_known,
+    explain_migrated,
+    explain_unknown,
+    read_migration,
+)
 
 log = logging.getLogger(__name__)
 
@@ -111,9 +118,17 @@ class TrainConfig(DPOConfig):
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 
-MIGRATION = Path(__file__).with_name("migration.csv")  # also the tables of docs/migration.md
 _NULL = "tag:yaml.org,2002:null"
-_construct = yaml.SafeLoader("").construct_document  # a node's value, typed by YAML's rules
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's, which takes 1e-6 for text."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+_construct = Loader("").construct_document  # a node's value, typed by YAML's rules
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
 
 
@@ -194,7 +209,11 @@ class FieldParser(TrlParser):
         self.set_defaults(gradient_checkpointing=None)  # chosen by memory
         self.set_defaults(use_peft=None)  # a field of LoRA without it is refused
         self.fields = {action.dest: action for action in reversed(self._actions) if action.dest != "help"}
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # argparse takes -1e-6 for an option
         for name, action in self.fields.items():
+            if getattr(action.type, "__name__", "") == "string_to_bool" and action.nargs is None:  # bool | None
+                action.nargs = "?"
+                action.const = True
             if name in _OPTIONAL or action.nargs == "+":
                 action.type = accept_empty(action.type)
         self.add_argument("--config", help="YAML recipe; its keys are the fields below")
@@ -219,7 +238,7 @@ class FieldParser(TrlParser):
         return shown, meaning.partition(". ")[0].rstrip(".") + "."
 
     def error(self, message: str):  # argparse would print several hundred lines of usage
-        raise UserError(f"{message} (see --help)")
+        raise UserError(re.sub(r"^argument --(\w+)\S*: ", r"\1: ", message))
 
 
 def accept_empty(to_type: Any) -> Callable[[str], Any]:
@@ -239,7 +258,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     `world_size` defaults to the launcher's; `training` is False for a command that only reads a recipe on a CPU node.
     """
     parser = FieldParser()
-    namespace = parse_fields(parser, argv)
+    unread: list[str] = []
+    namespace = parse_fields(parser, argv, unread)
     if namespace.beta < 1 and namespace.loss_type is parser.fields["loss_type"].default:
         text = "beta is below 1, but loss_type is not set, and its default here is sigmoid_norm; TRL's is sigmoid"
         log.warning(text)
@@ -266,7 +286,10 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     tracking = ""
     with collect_errors(problems):
         namespace.report_to, tracking = resolve_report_to(namespace.report_to)
-    raise_all(problems, namespace.config)
+    # A field that was not read has no other problem; without its datasets, a recipe has no dataset_name either
+    named = {*re.findall(r"\w+", " ".join(unread).replace("datasets", "datasets dataset_name"))}
+    problems = [problem for problem in problems if re.split(r"[ :]", problem)[0] not in named]
+    raise_all([*unread, *problems], namespace.config)
     if namespace.dataset_num_proc:  # more processes than cores only take memory
         namespace.dataset_num_proc = min(namespace.dataset_num_proc, len(os.sched_getaffinity(0)))
     namespace.use_peft = bool(namespace.use_peft)
@@ -323,21 +346,25 @@ def check_optimizer(args: TrainConfig) -> None:
         get_scheduler(kind, *schedule)
 
 
-def parse_fields(parser: FieldParser, argv: list[str]) -> argparse.Namespace:
-    """The values of all fields, from the command line, else the recipe, else the defaults."""
-    problems: list[str] = []
-    options: list[str] = []
-    recipe = parser.parse_known_args(argv)[0].config
-    if recipe is not None:
-        options = read_recipe(recipe, parser, problems)
-    namespace, extra = parser.parse_known_args([*options, *argv])
-    for option in [arg.split("=")[0] for arg in extra]:
-        if option.startswith("--"):
-            problems.append(f"unknown option {option}{explain_unknown(option.lstrip('-'), parser.fields, '--')}")
-    if extra and not problems:
-        near = f"; did you mean --config {extra[0]}?" if extra[0].endswith((".yaml", ".yml")) else ""
-        problems.append(f"unknown option {extra[0]}{near}")
-    raise_all(problems, recipe)
+def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> argparse.Namespace:
+    """The values of all fields, from the command line, else the recipe, else the defaults. Adds to `problems` what is
+    unknown or of a wrong type, and takes it for not given."""
+    options: list[tuple[str, list[str]]] = []  # the words of an option, and where they are from
+    written = split_options(argv)
+    for words in written:
+        if words[0].partition("=")[0] == "--config":
+            recipe = parser.parse_known_args(words)[0].config
+            options = [(recipe, option) for option in read_recipe(recipe, parser, problems)]
+    for words in written:
+        with collect_errors(problems):
+            options.append(("command line", read_words(words, parser)))
+    accepted: list[str] = []
+    for where, words in options:
+        with collect_errors(problems):
+            if words:
+                check_words(words, parser, where)
+            accepted += words
+    namespace = parser.parse_args(accepted)
     for name in ("model_name_or_path", "ref_model_name_or_path", "resume_from_checkpoint"):
         if path := vars(namespace)[name]:
             setattr(namespace, name, os.path.expanduser(path))
@@ -347,36 +374,51 @@ def parse_fields(parser: FieldParser, argv: list[str]) -> argparse.Namespace:
     return namespace
 
 
-@functools.cache
-def read_migration() -> dict[str, str]:
-    """By field of other trainers and of earlier versions: what to write here instead."""
-    rows: dict[str, str] = {}
-    with MIGRATION.open(newline="") as file:
-        for row in csv.DictReader(file):
-            here = row["here"] or "none"
-            note = f" ({row['remark']})" if row["remark"] else ""
-            rows.setdefault(row["field"].split(".")[-1], here + note)
-    return rows
+def split_options(argv: list[str]) -> list[list[str]]:
+    """The words of each option of a command line."""
+    options: list[list[str]] = []
+    for word in argv:
+        if word.startswith("--") or not options:
+            options.append([])
+        options[-1].append(word)
+    return options
 
 
-def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of an error message: what to write instead of another trainer's field, or the known name near `name`."""
-    field_name = name.replace("-", "_").split(".")[-1]
-    if field_name in read_migration():
-        return f"; here: {read_migration()[field_name]}, see docs/migration.md"
-    return nearest(field_name, known, prefix)
+def read_words(words: list[str], parser: FieldParser) -> list[str]:
+    """The words of an option, where a value that is a list or a mapping in YAML is read as in a recipe."""
+    option, _, value = words[0].partition("=")
+    name = option.removeprefix("--").replace("-", "_")
+    text = value or " ".join(words[1:])
+    is_mapping = re.fullmatch(r"\{.*: .*\}", text, re.DOTALL)
+    if name not in parser.fields or not (is_mapping or (text.startswith("[") and parser.fields[name].nargs == "+")):
+        return words
+    with user_input(f"command line: {option}"):
+        return read_option(name, yaml.compose(text, Loader), parser, "command line")
 
 
-def read_recipe(path: str, parser: FieldParser, problems: list[str]) -> list[str]:
-    """A recipe's fields as options of the command line; `datasets` becomes a default. Adds what is unknown to
-    `problems`."""
-    options: list[str] = []
+def check_words(words: list[str], parser: FieldParser, where: str) -> None:
+    """Raises UserError for an option that is unknown or has a value of a wrong type."""
+    option, _, value = words[0].partition("=")
+    name = option.removeprefix("--")
+    try:
+        extra = parser.parse_known_args(words)[1]
+    except UserError as error:
+        text = value or " ".join(words[1:])
+        raise UserError(f"{where}: {error}{explain_migrated(f'{name}: {text}')}") from None
+    if extra and extra[0] == words[0] and option.startswith("--"):
+        raise UserError(f"unknown option {option}{explain_unknown(name, parser.fields, '--')}")
+    if extra:
+        near = f"; did you mean --config {extra[0]}?" if extra[0].endswith((".yaml", ".yml")) else ""
+        raise UserError(f"unknown option {extra[0]}{near}")
+
+
+def read_recipe(path: str, parser: FieldParser, problems: list[str]) -> list[list[str]]:
+    """A recipe's fields, each as an option's words. Adds what is unknown to `problems`."""
+    options: list[list[str]] = []
     for name, node in read_nodes(path).items():
         with collect_errors(problems), user_input(f"{path}: {name}"):
-            if name == "datasets":
-                parser.set_defaults(datasets=read_mixture(node, path))
-            elif name in parser.fields:
-                options += read_option(name, node, parser.fields[name])
+            if name in parser.fields:
+                options.append(read_option(name, node, parser, path))
             elif node.tag != _NULL or name not in read_migration():  # as in the resolved_config.yaml of an old run
                 raise UserError(f"{path}: unknown field {name!r}{explain_unknown(name, parser.fields)}")
     return options
@@ -387,7 +429,7 @@ def read_nodes(path: str) -> dict[str, yaml.Node]:
     if not Path(path).is_file():
         raise UserError(f"--config {path}: no such file")
     with user_input(f"{path} is not valid YAML"):
-        root = yaml.compose(Path(path).read_text(), yaml.SafeLoader)
+        root = yaml.compose(Path(path).read_text(), Loader)
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} is not valid YAML: a recipe is a mapping such as 'beta: 5'")
     nodes: dict[str, yaml.Node] = {}
@@ -399,8 +441,12 @@ def read_nodes(path: str) -> dict[str, yaml.Node]:
     return nodes
 
 
-def read_option(name: str, node: yaml.Node, action: argparse.Action) -> list[str]:
-    """A field of a recipe as words of a command line; argparse converts and checks them."""
+def read_option(name: str, node: yaml.Node, parser: FieldParser, where: str) -> list[str]:
+    """A field in YAML as words of a command line; argparse converts and checks them. `datasets` becomes a default."""
+    action = parser.fields[name]
+    if name == "datasets":
+        parser.set_defaults(datasets=read_mixture(node, where))
+        return []
     if node.tag == _NULL and action.default is None:
         return []
     if node.tag == _NULL and name not in _OPTIONAL:
@@ -418,7 +464,11 @@ def read_mixture(node: yaml.Node, recipe: str) -> list[DatasetConfig]:
     """A recipe's `datasets`."""
     where = f"{recipe}: datasets"
     with user_input(where, "give a list of mappings such as {path: org/set, split: train, fraction: 0.5}"):
-        entries = [DatasetConfig(**entry) for entry in _construct(node)]
+        given = _construct(node)
+        known = {field.name for field in dataclasses.fields(DatasetConfig)}
+        if unknown := sorted({name for entry in given if isinstance(entry, dict) for name in entry} - known):
+            raise ValueError(f"unknown keys {', '.join(unknown)}")
+        entries = [DatasetConfig(**entry) for entry in given]
     fractions = [entry.fraction for entry in entries]
     good = [isinstance(share, int | float) and share > 0 for share in fractions]
     if set(fractions) - {None} and not all(good):

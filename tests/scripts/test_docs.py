@@ -17,8 +17,9 @@ from accelerate.commands.launch import launch_command_parser
 
 from bench.lengths import MAX_LENGTH, sample_lengths
 from sfm_dpo.common.errors import HUNG, RunEnd
+from sfm_dpo.config.checks import MIGRATION
 from sfm_dpo.config.effects import MAY_CHANGE
-from sfm_dpo.config.fields import DATACLASSES, FIELD_GROUPS, MIGRATION, FieldParser, TrainConfig
+from sfm_dpo.config.fields import DATACLASSES, FIELD_GROUPS, FieldParser, TrainConfig
 from tests.commands import PAGES, ROOT, text
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
