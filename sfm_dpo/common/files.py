@@ -1,12 +1,8 @@
 """Atomic file writes, and times and tables as text."""
 
-import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import zip_longest
@@ -72,17 +68,3 @@ def format_table(
         is_right = align[min(i, len(align) - 1)] == "r"
         columns.append([cell.rjust(width) if is_right else cell.ljust(width) for cell in column])
     return "\n".join((" " * indent + "  ".join(cells)).rstrip() for cells in zip(*columns, strict=True))
-
-
-def why_unlockable(folder: Path) -> str | None:
-    """Why files in a folder cannot be locked; None if they can, or if none can be made there, which is another error.
-    The libraries' locks do without flock where it is not implemented."""
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno != errno.ENOSYS:
-                    return error.strerror
-    return None

@@ -4,22 +4,26 @@ Precedence: defaults < recipe (`--config`) < command line. A recipe's values bec
 """
 
 import argparse
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import functools
 import json
 import logging
 import netrc
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
-from datasets.config import HF_DATASETS_CACHE
-from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
+from huggingface_hub.constants import HF_HOME
 from transformers import SchedulerType
 from transformers.hf_argparser import HfArg
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
@@ -28,7 +32,6 @@ from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
 from sfm_dpo.common.errors import UserError, collect_errors, user_input
-from sfm_dpo.common.files import why_unlockable
 from sfm_dpo.config.checks import (
     LOSS_TYPES,
     check_fields,
@@ -311,12 +314,16 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
 
 
 def check_locks() -> None:
-    """Raises UserError if a cache is on a file system without file locks: libraries lock their files there."""
-    caches = {"HF_HOME": HF_HOME, "HF_HUB_CACHE": HF_HUB_CACHE, "HF_DATASETS_CACHE": HF_DATASETS_CACHE}
-    for name, folder in caches.items():
-        if reason := why_unlockable(Path(folder)):
-            remedy = f"set {name} (in .env) to a folder on another disk"
-            raise UserError(f"{name} {folder}: its file system has no file locks ({reason}); {remedy}")
+    """Raises UserError if HF_HOME has no file locks, which libraries take there, except where flock does not exist."""
+    with contextlib.suppress(OSError):
+        os.makedirs(HF_HOME, exist_ok=True)
+        with tempfile.TemporaryFile(dir=HF_HOME) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno != errno.ENOSYS:
+                    what = f"HF_HOME {HF_HOME}: no file can be locked there ({error.strerror})"
+                    raise UserError(f"{what}; set HF_HOME (in .env) to a folder on another disk") from None
 
 
 def raise_all(problems: list[str], recipe: str | None) -> None:
@@ -349,21 +356,17 @@ def check_optimizer(args: TrainConfig) -> None:
 def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> argparse.Namespace:
     """The values of all fields, from the command line, else the recipe, else the defaults. Adds to `problems` what is
     unknown or of a wrong type, and takes it for not given."""
-    options: list[tuple[str, list[str]]] = []  # the words of an option, and where they are from
-    written = split_options(argv)
-    for words in written:
-        if words[0].partition("=")[0] == "--config":
-            recipe = parser.parse_known_args(words)[0].config
-            options = [(recipe, option) for option in read_recipe(recipe, parser, problems)]
-    for words in written:
-        with collect_errors(problems):
-            options.append(("command line", read_words(words, parser)))
+    starts = [number for number, word in enumerate(argv) if word.startswith("--")]
+    given = [argv[start:end] for start, end in pairwise([0, *starts, len(argv)]) if start < end]
+    options = [("command line", words) for words in given]
+    chosen = [words for words in given if words[0].partition("=")[0] == "--config"]
+    if chosen:
+        recipe = parser.parse_known_args(chosen[-1])[0].config
+        options[:0] = [(recipe, words) for words in read_recipe(recipe, parser, problems)]
     accepted: list[str] = []
     for where, words in options:
         with collect_errors(problems):
-            if words:
-                check_words(words, parser, where)
-            accepted += words
+            accepted += read_words(words, parser, where)
     namespace = parser.parse_args(accepted)
     for name in ("model_name_or_path", "ref_model_name_or_path", "resume_from_checkpoint"):
         if path := vars(namespace)[name]:
@@ -374,51 +377,35 @@ def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> a
     return namespace
 
 
-def split_options(argv: list[str]) -> list[list[str]]:
-    """The words of each option of a command line."""
-    options: list[list[str]] = []
-    for word in argv:
-        if word.startswith("--") or not options:
-            options.append([])
-        options[-1].append(word)
-    return options
-
-
-def read_words(words: list[str], parser: FieldParser) -> list[str]:
-    """The words of an option, where a value that is a list or a mapping in YAML is read as in a recipe."""
+def read_words(words: list[str], parser: FieldParser, where: str) -> list[str]:
+    """The words of an option, where a list or mapping in YAML is read as in a recipe. Raises UserError for an option
+    that is unknown or has a value of a wrong type."""
     option, _, value = words[0].partition("=")
     name = option.removeprefix("--").replace("-", "_")
     text = value or " ".join(words[1:])
-    is_mapping = re.fullmatch(r"\{.*: .*\}", text, re.DOTALL)
-    if name not in parser.fields or not (is_mapping or (text.startswith("[") and parser.fields[name].nargs == "+")):
-        return words
-    with user_input(f"command line: {option}"):
-        return read_option(name, yaml.compose(text, Loader), parser, "command line")
-
-
-def check_words(words: list[str], parser: FieldParser, where: str) -> None:
-    """Raises UserError for an option that is unknown or has a value of a wrong type."""
-    option, _, value = words[0].partition("=")
-    name = option.removeprefix("--")
+    action = parser.fields.get(name)
+    if action and (re.fullmatch(r"\{.*: .*\}", text, re.DOTALL) or (text.startswith("[") and action.nargs == "+")):
+        with user_input(f"{where}: {name}"):
+            words = read_option(name, yaml.compose(text, Loader), parser, where)
     try:
         extra = parser.parse_known_args(words)[1]
     except UserError as error:
-        text = value or " ".join(words[1:])
         raise UserError(f"{where}: {error}{explain_migrated(f'{name}: {text}')}") from None
     if extra and extra[0] == words[0] and option.startswith("--"):
         raise UserError(f"unknown option {option}{explain_unknown(name, parser.fields, '--')}")
     if extra:
         near = f"; did you mean --config {extra[0]}?" if extra[0].endswith((".yaml", ".yml")) else ""
         raise UserError(f"unknown option {extra[0]}{near}")
+    return words
 
 
 def read_recipe(path: str, parser: FieldParser, problems: list[str]) -> list[list[str]]:
-    """A recipe's fields, each as an option's words. Adds what is unknown to `problems`."""
+    """The words of an option for each field of a recipe. Adds what is unknown to `problems`."""
     options: list[list[str]] = []
     for name, node in read_nodes(path).items():
         with collect_errors(problems), user_input(f"{path}: {name}"):
             if name in parser.fields:
-                options.append(read_option(name, node, parser, path))
+                options += filter(None, [read_option(name, node, parser, path)])
             elif node.tag != _NULL or name not in read_migration():  # as in the resolved_config.yaml of an old run
                 raise UserError(f"{path}: unknown field {name!r}{explain_unknown(name, parser.fields)}")
     return options

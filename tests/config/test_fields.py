@@ -70,6 +70,7 @@ def test_command_line_beats_recipe_beats_defaults(parse):
     assert parse({"seed": 7}).train.seed == 7
     assert parse({"seed": 7}, "--seed", "9").train.seed == 9
     assert parse({"seed": 7}, "--seed=9").train.seed == 9
+    assert parse({"seed": 7}, "--config=recipes/demo.yaml").train.seed == 42  # the last one counts, as in a batch job
     # a field emptied in the recipe, a flag, a list
     assert parse({"max_length": None, "score_margin": None}).train.max_length is None  # the latter: of an old run
     assert parse({"max_length": None}, "--max_length", "64").train.max_length == 64
@@ -135,7 +136,7 @@ def test_a_command_line_reads_the_yaml_of_a_recipe(parse, field, words, value):
         ("--loss_type simpo", ["loss_type simpo: unknown; here: none ("]),
         ("--loss_type [dpo]", ["loss_type dpo: unknown; here: loss_type: sigmoid (with `beta: 0.1`)"]),
         ("--bf16 auto", ["command line: bf16: ", "got auto", "; here: none (the default: true on a GPU)"]),
-        ("--loss_type [a", ["command line: --loss_type: ParserError: "]),
+        ("--loss_type [a", ["command line: loss_type: ParserError: "]),
         (
             "--beta 0 --loss_type foo --eval_strategy steps --report_to nowhere",
             ["4 fields", "\n- beta 0.0: must", "\n- loss_type foo: unknown", "\n- eval_strategy", "\n- report_to"],
