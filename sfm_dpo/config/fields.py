@@ -276,6 +276,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     # accelerate's launcher drops a DeepSpeed config file's `use_cpu`, and without it accelerate finds no backend:
     # each CPU process would act as the only one.
     namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
+    if training and namespace.use_cpu and namespace.flash_attention != "auto":
+        log.info(f"flash_attention {namespace.flash_attention}: not used on a CPU, where SDPA computes attention")
     if namespace.bf16 is None:
         namespace.bf16 = not namespace.use_cpu and not namespace.fp16  # TRL's default is true everywhere
     namespace.dtype = namespace.dtype or "float32"

@@ -140,7 +140,9 @@ def describe_calibration(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found["measured_bytes"]:
         sizes = [f"{found[name] / 2**30:.2f}" for name in ("measured_bytes", "planned_bytes")]
         rows.append(("memory measured and planned", f"{' and '.join(sizes)} GiB"))
-    rows += [(f"micro-batch by {kernel}", f"{ms:.0f} ms") for kernel, ms in found["milliseconds"].items()]
+    for kernel, ms in found["milliseconds"].items():
+        name = f"micro-batch by {kernel}" if len(found["milliseconds"]) > 1 else "micro-batch"  # FA2 alone may be SDPA
+        rows.append((name, f"{ms:.0f} ms"))
     if found["hours"] is not None:
         rate = f"{found['tokens_per_second']:,.0f} tokens/s a device in a micro-batch, without communication"
         rate += f", {found['mfu']:.1%} MFU" if found["mfu"] else ""

@@ -28,6 +28,7 @@ SHOWN = {  # name in the log: (name on the progress line, format)
     "grad_norm": ("grad", "{:.2f}"),
     "learning_rate": ("lr", "{:.1e}"),
 }
+FIRST_ESTIMATE_SECONDS = 60
 KEPT = {"loss": "loss", "margin": "rewards/margins", "pairs_per_second": "perf/pairs_per_second"}  # in status.json
 
 
@@ -92,10 +93,26 @@ class ProgressLine(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self.start = time.monotonic()
         self.first_step = state.global_step
+        self.micro_batches = 0
+        self.has_estimated = False
         if state.is_world_process_zero:  # removes what an earlier start logged after this checkpoint
             entries = [json.dumps(entry) + "\n" for entry in state.log_history]
             write_atomically(Path(args.output_dir) / LOG, "".join(entries))
         write_status(args.output_dir, State.RUNNING, **describe_progress(state))
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        """Says once, when a minute is over, how long all steps take: a single one may take an hour."""
+        self.micro_batches += 1
+        seconds = time.monotonic() - self.start
+        if self.has_estimated or seconds < FIRST_ESTIMATE_SECONDS or not state.is_world_process_zero:
+            return
+        self.has_estimated = True
+        count = (state.max_steps - self.first_step) * args.gradient_accumulation_steps
+        seconds *= count / self.micro_batches - 1
+        log.info(f"{self.micro_batches} of {count:,} micro-batches  ETA {format_clock(seconds)}")
+        write_status(args.output_dir, State.RUNNING, eta_seconds=int(seconds), **describe_progress(state))
+
+    on_step_end = on_substep_end
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         logs = logs or {}
