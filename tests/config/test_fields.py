@@ -1,10 +1,12 @@
 """Configuration: precedence, YAML's traps, wrong input, and a dump that reads back."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -376,6 +378,14 @@ def test_wandb_is_off_without_a_key_and_said_so(monkeypatch, tmp_path):
     assert resolve_report_to(["wandb"])[0] == []
     monkeypatch.setenv("WANDB_API_KEY", "k")
     assert resolve_report_to(["wandb"])[0] == ["wandb"]
+
+
+def test_a_cache_without_file_locks_is_one_line(parse, monkeypatch):
+    for number, words in ((errno.ENOLCK, "No locks available"), (524, "Unknown error 524"), (errno.ENOSYS, "")):
+        monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, os.strerror(number))))
+        if words:
+            assert f"no file can be locked there ({words}); set HF_HOME" in refused(parse)
+    parse()  # libraries do without locks where there is no flock
 
 
 def test_mixture(parse):
