@@ -46,8 +46,8 @@ def install_log() -> None:
     log.handlers = [LineHandler()]
     log.propagate = False
     log.setLevel(logging.INFO)
-    for name, noise in NOISE.items():
-        logging.getLogger(name).addFilter(lambda record, noise=noise: not re.search(noise, record.getMessage()))
+    for name in NOISE:
+        logging.getLogger(name).addFilter(lambda record: not re.search(NOISE[record.name], record.getMessage()))
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:

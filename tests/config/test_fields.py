@@ -376,8 +376,13 @@ def test_wandb_is_off_without_a_key_and_said_so(monkeypatch, tmp_path):
         assert resolve_report_to(["wandb"])[0] == ["wandb"]
     (tmp_path / "netrc").write_text("machine huggingface.co login user password k")
     assert resolve_report_to(["wandb"])[0] == []
-    monkeypatch.setenv("WANDB_API_KEY", "k")
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     assert resolve_report_to(["wandb"])[0] == ["wandb"]
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 39)
+    with pytest.raises(
+        UserError, match=r"report_to wandb: WANDB_API_KEY: API key must have 40\+ characters, has 39\."
+    ):
+        resolve_report_to(["wandb"])
 
 
 def test_a_cache_without_file_locks_is_one_line(parse, monkeypatch):
