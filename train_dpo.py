@@ -14,7 +14,7 @@ guard (docs/health.md), 5 trained and saved but not pushed to the Hub (docs/hub.
 
 import sfm_dpo
 
-sfm_dpo.setup()
+sfm_dpo.setup(by_ranks=True)
 
 import logging
 import sys

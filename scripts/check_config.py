@@ -20,7 +20,7 @@ from pathlib import Path
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 import yaml
 
-from sfm_dpo.common.cli import command, reads_runs
+from sfm_dpo.common.cli import Arguments, command, reads_runs
 from sfm_dpo.common.distributed import launch_file
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config.fields import parse_config
@@ -32,6 +32,9 @@ from sfm_dpo.run.start import read_start
 @command
 @reads_runs
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["--help"]:  # behind a recipe it is train_dpo.py's
+        Arguments(description=__doc__).print_help()
+        return 0
     given = list(takewhile(lambda word: not word.startswith("--"), argv))
     words = list(given)
     if words and not words[0].isdecimal():

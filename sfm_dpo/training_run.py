@@ -4,11 +4,12 @@ import errno
 import logging
 import os
 import signal
+import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from sfm_dpo.common.distributed import is_main_process, on_main_process
 from sfm_dpo.common.errors import (
@@ -73,13 +74,15 @@ class TrainingRun:
         self.lease: Lease | None = None
         self.exit_code = 0  # of the process
         self.is_training = True  # not only a preflight, which has logged its result
+        self.handlers: dict[int, Any] = {}  # of the caller, by signal; empty in a thread, which may not change them
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            present = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            self.handlers = {number: handler for number, handler in present.items() if handler is not None}
         # Under a launcher, runs are stopped by the file STOP
-        if "LOCAL_RANK" not in os.environ and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
-            # Process pools, such as those of datasets.map, end their processes by SIGTERM
-            os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        if "LOCAL_RANK" not in os.environ and self.handlers.get(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, raise_interrupt)
         return self
 
     def begin(self, config: Config) -> Start:
@@ -148,9 +151,9 @@ class TrainingRun:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         """Logs every end in one line, except a crash, for which Python prints the traceback."""
-        is_interrupt = isinstance(error, KeyboardInterrupt)
-        if is_interrupt:
-            handle_interrupts(signal.SIG_IGN)  # a second interrupt must not cut this short
+        if isinstance(error, KeyboardInterrupt):
+            for number in self.handlers:
+                signal.signal(number, signal.SIG_IGN)  # a second interrupt must not cut this short
         end = self._explain(error) if error else None
         folder = self.folder
         try:
@@ -169,8 +172,8 @@ class TrainingRun:
                 self.watchdog.stop()
             if self.lease:
                 self.lease.release()
-            if is_interrupt:
-                handle_interrupts(signal.SIG_DFL)  # libraries may take long to end
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
         return end is not None
 
     def _explain(self, error: BaseException) -> RunEnd | None:
@@ -228,9 +231,18 @@ class TrainingRun:
                 report(self.folder, self.is_training)
 
 
-def handle_interrupts(how: signal.Handlers) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, how)
+def raise_interrupt(number: int, frame: FrameType | None) -> None:
+    """The handler of SIGTERM while a run without a launcher is alive."""
+    raise KeyboardInterrupt
+
+
+def _end_children_by_sigterm() -> None:
+    """Process pools, such as those of datasets.map, end their processes by SIGTERM."""
+    if signal.getsignal(signal.SIGTERM) is raise_interrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_end_children_by_sigterm)
 
 
 def report(run: Path, with_summary: bool = True) -> bool:

@@ -282,7 +282,7 @@ def measure_seconds(action: Callable[[], Any], result: torch.Tensor) -> float:
 
 def run(argv: list[str]) -> NoReturn:
     """Ends the process with `main`'s code, at once: threads of a failed process group would abort an orderly end."""
-    sfm_dpo.setup()
+    sfm_dpo.setup(by_ranks=True)
     code = main(argv)
     sys.stdout.flush()
     os._exit(code)

@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,13 @@ from sfm_dpo.common.errors import Interrupted, RunEnd, UserError, user_input
 from sfm_dpo.common.secrets import mask
 
 log = logging.getLogger(__name__)
+# By logger of a library: warnings that tell a user of these commands nothing
+NOISE = {
+    "DeepSpeed": "Setting accelerator to CPU",
+    "accelerate.accelerator": "Gradient accumulation steps mismatch",  # the Trainer counts them here
+    "huggingface_hub.utils._http": "Retrying in|thrown while requesting",  # what fails in the end says so
+    "transformers.training_args": "The speedups for torchdynamo",
+}
 _PREFIX = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 
@@ -38,6 +46,8 @@ def install_log() -> None:
     log.handlers = [LineHandler()]
     log.propagate = False
     log.setLevel(logging.INFO)
+    for name in NOISE:
+        logging.getLogger(name).addFilter(lambda record: not re.search(NOISE[record.name], record.getMessage()))
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:

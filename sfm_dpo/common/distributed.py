@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sfm_dpo.common.errors import RunEnd
+from sfm_dpo.common.errors import RunEnd, UserError
 
 T = TypeVar("T")
 DRIVER = Path("/proc/driver/nvidia/version")  # exists if NVIDIA's driver is loaded
@@ -13,8 +13,39 @@ DRIVER = Path("/proc/driver/nvidia/version")  # exists if NVIDIA's driver is loa
 # none. Set it before torch is imported. In the batch scripts: hide_gpus (scripts/common.sh)
 CPU_ONLY = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 # Variables of a launcher's ranks, of their Slurm job and of their W&B run, and how they load checkpoints
-_OF_RANKS = """RANK LOCAL_ WORLD_SIZE MASTER_ TORCHELASTIC_ PET_ ACCELERATE_ GROUP_ ROLE_ FSDP_ PMI SLURM_ WANDB_RUN_ID
-    WANDB_RESUME WANDB_SERVICE TORCH_FORCE_WEIGHTS_ONLY_LOAD""".split()
+_OF_RANKS = """RANK LOCAL_ WORLD_SIZE MASTER_ TORCHELASTIC_ PET_ ACCELERATE_ GROUP_ ROLE_ FSDP_ PMI OMPI_ MV2_ SLURM_
+    WANDB_RUN_ID WANDB_RESUME WANDB_SERVICE TORCH_FORCE_WEIGHTS_ONLY_LOAD""".split()
+_COMPLETE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # every launcher sets all of them
+# Variables by which accelerate takes a process for one of several, and their values for a single process
+_SINGLE = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"), "0"),
+    **dict.fromkeys(("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"), "1"),
+    **dict.fromkeys(("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"), "false"),
+}
+
+
+def settle_launch(by_ranks: bool) -> None:
+    """Makes this process a rank or a single process for all libraries. With `by_ranks` it is a rank if a launcher has
+    set all variables of one; UserError if there are only some, or they contradict each other. A single process loses
+    them. Call it before importing a library that reads them."""
+    missing = [name for name in _COMPLETE if name not in os.environ]
+    if by_ranks and not missing and _is_consistent():
+        return
+    several = [name for name, value in _SINGLE.items() if os.environ.get(name, value).lower() != value]
+    if by_ranks and (several or not missing):
+        named = dict.fromkeys([*several, *_COMPLETE])
+        given = " ".join(f"{name}={os.environ[name]}" for name in named if name in os.environ)
+        what = f"set without {', '.join(missing)}" if missing else "contradict each other"
+        remedy = "unset them for a single process, or use accelerate launch or torchrun, which set all"
+        raise UserError(f"{given}: {what}; {remedy}")
+    for name in _SINGLE:
+        os.environ.pop(name, None)
+
+
+def _is_consistent() -> bool:
+    if not all(os.environ[name].isdecimal() for name in _COMPLETE if name != "MASTER_ADDR"):
+        return False
+    return int(os.environ["LOCAL_RANK"]) <= rank() < world_size()
 
 
 def is_main_process() -> bool:

@@ -1,7 +1,9 @@
 """Checks of a configuration before any model or data is loaded: ranges, combinations, installed packages."""
 
 import argparse
+import csv
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -9,6 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from trl import DatasetMixtureConfig, DPOConfig, ModelConfig
 from sfm_dpo.common.distributed import launched_with, zero_stage
 from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
 
+MIGRATION = Path(__file__).with_name("migration.csv")  # also the tables of docs/migration.md
 LOSS_TYPES = (
     "sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down "
     "discopop sft"
@@ -70,6 +74,30 @@ REFUSED = {
 def main_loss(loss_types: list[str]) -> str:
     """The loss whose scale the logged rewards have: the first of a mixture that compares the two responses."""
     return next((loss for loss in loss_types if loss != "sft"), "sft")
+
+
+@functools.cache
+def read_migration() -> dict[str, str]:
+    """By field, or `field: value`, of other trainers and of earlier versions: what to write here instead."""
+    rows: dict[str, str] = {}
+    with MIGRATION.open(newline="") as file:
+        for row in csv.DictReader(file):
+            here = row["here"] or "none"
+            note = f" ({row['remark']})" if row["remark"] else ""
+            rows.setdefault(row["field"].split(".")[-1], here + note)
+    return rows
+
+
+def explain_migrated(text: str) -> str:
+    """The end of an error message: what to write instead of another trainer's field or `field: value`, if known."""
+    rows = read_migration()
+    return f"; here: {rows[text]}, see docs/migration.md" if text in rows else ""
+
+
+def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """`explain_migrated` of a field, or else the known name near it."""
+    field_name = name.replace("-", "_").split(".")[-1]
+    return explain_migrated(field_name) or nearest(field_name, known, prefix)
 
 
 Conflict = tuple[str, str]  # a field, and the remedy
@@ -128,8 +156,11 @@ def list_batch_conflicts(c: argparse.Namespace, world_size: int) -> Iterator[Con
         product = f"per_device_train_batch_size {given or 1} x {world_size} process(es)"
         yield "global_batch_size", f"is not a multiple of {product}; choose {size}"
     elif c.gradient_accumulation_steps not in accumulation:
-        meant = (given or DPOConfig.per_device_train_batch_size) * world_size * c.gradient_accumulation_steps
-        remedy = f"remove the field, and set global_batch_size: {meant}"
+        pairs = given or DPOConfig.per_device_train_batch_size
+        meant = pairs * c.gradient_accumulation_steps * world_size
+        source = "" if given else ", TRL's default,"
+        product = f"{pairs} pairs{source} x {c.gradient_accumulation_steps} x {world_size} process(es)"
+        remedy = f"remove the field, and set global_batch_size: {meant} ({product})"
         yield "gradient_accumulation_steps", f"follows from global_batch_size {c.global_batch_size}; {remedy}"
     if c.checkpointed_layers and False in (c.gradient_checkpointing, c.activation_checkpointing):
         yield "checkpointed_layers", "gradient_checkpointing is false; remove one of the two"
@@ -250,7 +281,11 @@ def find_template_errors(template: str | None, training: bool) -> Iterator[str]:
 def check_known(field: str, name: Any, known: Iterable[str]) -> None:
     """Raises UserError if `name`, a value of `field`, is not among the known ones."""
     if name not in known:
-        near = nearest(name, known) or f"; the known ones are {', '.join(sorted(known))}"
+        near = (
+            explain_migrated(f"{field}: {name}")
+            or nearest(name, known)
+            or f"; the known ones are {', '.join(sorted(known))}"
+        )
         raise UserError(f"{field} {name}: unknown{near}")
 
 

@@ -4,20 +4,26 @@ Precedence: defaults < recipe (`--config`) < command line. A recipe's values bec
 """
 
 import argparse
-import csv
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import functools
 import json
 import logging
 import netrc
 import os
-from collections.abc import Callable, Iterable
+import re
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
+from huggingface_hub.constants import HF_HOME
 from transformers import SchedulerType
 from transformers.hf_argparser import HfArg
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
@@ -25,8 +31,17 @@ from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_pef
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
-from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
-from sfm_dpo.config.checks import LOSS_TYPES, check_fields, check_known
+from sfm_dpo.common.errors import UserError, collect_errors, user_input
+from sfm_dpo.config.checks import (
+    LOSS_TYPES,
+    check_fields,
+    check_known,
+    explain_migrated,
+    explain_unknown,
+    read_migration,
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -106,9 +121,17 @@ class TrainConfig(DPOConfig):
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 
-MIGRATION = Path(__file__).with_name("migration.csv")  # also the tables of docs/migration.md
 _NULL = "tag:yaml.org,2002:null"
-_construct = yaml.SafeLoader("").construct_document  # a node's value, typed by YAML's rules
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's, which takes 1e-6 for text."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+_construct = Loader("").construct_document  # a node's value, typed by YAML's rules
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
 
 
@@ -189,7 +212,11 @@ class FieldParser(TrlParser):
         self.set_defaults(gradient_checkpointing=None)  # chosen by memory
         self.set_defaults(use_peft=None)  # a field of LoRA without it is refused
         self.fields = {action.dest: action for action in reversed(self._actions) if action.dest != "help"}
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # argparse takes -1e-6 for an option
         for name, action in self.fields.items():
+            if getattr(action.type, "__name__", "") == "string_to_bool" and action.nargs is None:  # bool | None
+                action.nargs = "?"
+                action.const = True
             if name in _OPTIONAL or action.nargs == "+":
                 action.type = accept_empty(action.type)
         self.add_argument("--config", help="YAML recipe; its keys are the fields below")
@@ -214,7 +241,7 @@ class FieldParser(TrlParser):
         return shown, meaning.partition(". ")[0].rstrip(".") + "."
 
     def error(self, message: str):  # argparse would print several hundred lines of usage
-        raise UserError(f"{message} (see --help)")
+        raise UserError(re.sub(r"^argument --(\w+)\S*: ", r"\1: ", message))
 
 
 def accept_empty(to_type: Any) -> Callable[[str], Any]:
@@ -234,10 +261,11 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     `world_size` defaults to the launcher's; `training` is False for a command that only reads a recipe on a CPU node.
     """
     parser = FieldParser()
-    namespace = parse_fields(parser, argv)
+    unread: list[str] = []
+    namespace = parse_fields(parser, argv, unread)
     if namespace.beta < 1 and namespace.loss_type is parser.fields["loss_type"].default:
         text = "beta is below 1, but loss_type is not set, and its default here is sigmoid_norm; TRL's is sigmoid"
-        logging.getLogger("sfm_dpo").warning(text)
+        log.warning(text)
     world_size = world_size or distributed.world_size()
     if not training:  # one process on a CPU
         world_size = 1
@@ -248,6 +276,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     # accelerate's launcher drops a DeepSpeed config file's `use_cpu`, and without it accelerate finds no backend:
     # each CPU process would act as the only one.
     namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
+    if training and namespace.use_cpu and namespace.flash_attention != "auto":
+        log.info(f"flash_attention {namespace.flash_attention}: not used on a CPU, where SDPA computes attention")
     if namespace.bf16 is None:
         namespace.bf16 = not namespace.use_cpu  # TRL's default is true everywhere
     namespace.dtype = namespace.dtype or "float32"
@@ -256,13 +286,21 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     problems += check_fields(namespace, world_size, training)
     if namespace.eval_strategy == "no" and namespace.eval_steps not in (None, TrainConfig.eval_steps):
         problems.append(f"eval_steps {namespace.eval_steps:g}: has no effect; set eval_strategy: steps, or remove it")
+    with collect_errors(problems):
+        check_locks()
     tracking = ""
     with collect_errors(problems):
         namespace.report_to, tracking = resolve_report_to(namespace.report_to)
-    raise_all(problems, namespace.config)
+    # A field that was not read has no other problem; without its datasets, a recipe has no dataset_name either
+    named = {*re.findall(r"\w+", " ".join(unread).replace("datasets", "datasets dataset_name"))}
+    problems = [problem for problem in problems if re.split(r"[ :]", problem)[0] not in named]
+    raise_all([*unread, *problems], namespace.config)
     if namespace.dataset_num_proc:  # more processes than cores only take memory
         namespace.dataset_num_proc = min(namespace.dataset_num_proc, len(os.sched_getaffinity(0)))
     namespace.use_peft = bool(namespace.use_peft)
+    if training and distributed.world_size() > 1:  # the process group is made with the dataclasses
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        log.info(f"waiting for all {distributed.world_size()} ranks at {where}")
     with user_input("configuration"):
         get_peft_config(namespace)  # checks the LoRA fields
         train, model, data = parser.parse_dict(vars(namespace), allow_extra_keys=True)
@@ -275,6 +313,19 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     if training:
         check_optimizer(train)
     return Config(train, model, data, tracking)
+
+
+def check_locks() -> None:
+    """Raises UserError if HF_HOME has no file locks, which libraries take there, except where flock does not exist."""
+    with contextlib.suppress(OSError):
+        os.makedirs(HF_HOME, exist_ok=True)
+        with tempfile.TemporaryFile(dir=HF_HOME) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno != errno.ENOSYS:
+                    what = f"HF_HOME {HF_HOME}: no file can be locked there ({error.strerror})"
+                    raise UserError(f"{what}; set HF_HOME (in .env) to a folder on another disk") from None
 
 
 def raise_all(problems: list[str], recipe: str | None) -> None:
@@ -304,21 +355,21 @@ def check_optimizer(args: TrainConfig) -> None:
         get_scheduler(kind, *schedule)
 
 
-def parse_fields(parser: FieldParser, argv: list[str]) -> argparse.Namespace:
-    """The values of all fields, from the command line, else the recipe, else the defaults."""
-    problems: list[str] = []
-    options: list[str] = []
-    recipe = parser.parse_known_args(argv)[0].config
-    if recipe is not None:
-        options = read_recipe(recipe, parser, problems)
-    namespace, extra = parser.parse_known_args([*options, *argv])
-    for option in [arg.split("=")[0] for arg in extra]:
-        if option.startswith("--"):
-            problems.append(f"unknown option {option}{explain_unknown(option.lstrip('-'), parser.fields, '--')}")
-    if extra and not problems:
-        near = f"; did you mean --config {extra[0]}?" if extra[0].endswith((".yaml", ".yml")) else ""
-        problems.append(f"unknown option {extra[0]}{near}")
-    raise_all(problems, recipe)
+def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> argparse.Namespace:
+    """The values of all fields, from the command line, else the recipe, else the defaults. Adds to `problems` what is
+    unknown or of a wrong type, and takes it for not given."""
+    starts = [number for number, word in enumerate(argv) if word.startswith("--")]
+    given = [argv[start:end] for start, end in pairwise([0, *starts, len(argv)]) if start < end]
+    options = [("command line", words) for words in given]
+    chosen = [words for words in given if words[0].partition("=")[0] == "--config"]
+    if chosen:
+        recipe = parser.parse_known_args(chosen[-1])[0].config
+        options[:0] = [(recipe, words) for words in read_recipe(recipe, parser, problems)]
+    accepted: list[str] = []
+    for where, words in options:
+        with collect_errors(problems):
+            accepted += read_words(words, parser, where)
+    namespace = parser.parse_args(accepted)
     for name in ("model_name_or_path", "ref_model_name_or_path", "resume_from_checkpoint"):
         if path := vars(namespace)[name]:
             setattr(namespace, name, os.path.expanduser(path))
@@ -328,36 +379,35 @@ def parse_fields(parser: FieldParser, argv: list[str]) -> argparse.Namespace:
     return namespace
 
 
-@functools.cache
-def read_migration() -> dict[str, str]:
-    """By field of other trainers and of earlier versions: what to write here instead."""
-    rows: dict[str, str] = {}
-    with MIGRATION.open(newline="") as file:
-        for row in csv.DictReader(file):
-            here = row["here"] or "none"
-            note = f" ({row['remark']})" if row["remark"] else ""
-            rows.setdefault(row["field"].split(".")[-1], here + note)
-    return rows
+def read_words(words: list[str], parser: FieldParser, where: str) -> list[str]:
+    """The words of an option, where a list or mapping in YAML is read as in a recipe. Raises UserError for an option
+    that is unknown or has a value of a wrong type."""
+    option, _, value = words[0].partition("=")
+    name = option.removeprefix("--").replace("-", "_")
+    text = value or " ".join(words[1:])
+    action = parser.fields.get(name)
+    if action and (re.fullmatch(r"\{.*: .*\}", text, re.DOTALL) or (text.startswith("[") and action.nargs == "+")):
+        with user_input(f"{where}: {name}"):
+            words = read_option(name, yaml.compose(text, Loader), parser, where)
+    try:
+        extra = parser.parse_known_args(words)[1]
+    except UserError as error:
+        raise UserError(f"{where}: {error}{explain_migrated(f'{name}: {text}')}") from None
+    if extra and extra[0] == words[0] and option.startswith("--"):
+        raise UserError(f"unknown option {option}{explain_unknown(name, parser.fields, '--')}")
+    if extra:
+        near = f"; did you mean --config {extra[0]}?" if extra[0].endswith((".yaml", ".yml")) else ""
+        raise UserError(f"unknown option {extra[0]}{near}")
+    return words
 
 
-def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of an error message: what to write instead of another trainer's field, or the known name near `name`."""
-    field_name = name.replace("-", "_").split(".")[-1]
-    if field_name in read_migration():
-        return f"; here: {read_migration()[field_name]}, see docs/migration.md"
-    return nearest(field_name, known, prefix)
-
-
-def read_recipe(path: str, parser: FieldParser, problems: list[str]) -> list[str]:
-    """A recipe's fields as options of the command line; `datasets` becomes a default. Adds what is unknown to
-    `problems`."""
-    options: list[str] = []
+def read_recipe(path: str, parser: FieldParser, problems: list[str]) -> list[list[str]]:
+    """The words of an option for each field of a recipe. Adds what is unknown to `problems`."""
+    options: list[list[str]] = []
     for name, node in read_nodes(path).items():
         with collect_errors(problems), user_input(f"{path}: {name}"):
-            if name == "datasets":
-                parser.set_defaults(datasets=read_mixture(node, path))
-            elif name in parser.fields:
-                options += read_option(name, node, parser.fields[name])
+            if name in parser.fields:
+                options += filter(None, [read_option(name, node, parser, path)])
             elif node.tag != _NULL or name not in read_migration():  # as in the resolved_config.yaml of an old run
                 raise UserError(f"{path}: unknown field {name!r}{explain_unknown(name, parser.fields)}")
     return options
@@ -368,7 +418,7 @@ def read_nodes(path: str) -> dict[str, yaml.Node]:
     if not Path(path).is_file():
         raise UserError(f"--config {path}: no such file")
     with user_input(f"{path} is not valid YAML"):
-        root = yaml.compose(Path(path).read_text(), yaml.SafeLoader)
+        root = yaml.compose(Path(path).read_text(), Loader)
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} is not valid YAML: a recipe is a mapping such as 'beta: 5'")
     nodes: dict[str, yaml.Node] = {}
@@ -380,8 +430,12 @@ def read_nodes(path: str) -> dict[str, yaml.Node]:
     return nodes
 
 
-def read_option(name: str, node: yaml.Node, action: argparse.Action) -> list[str]:
-    """A field of a recipe as words of a command line; argparse converts and checks them."""
+def read_option(name: str, node: yaml.Node, parser: FieldParser, where: str) -> list[str]:
+    """A field in YAML as words of a command line; argparse converts and checks them. `datasets` becomes a default."""
+    action = parser.fields[name]
+    if name == "datasets":
+        parser.set_defaults(datasets=read_mixture(node, where))
+        return []
     if node.tag == _NULL and action.default is None:
         return []
     if node.tag == _NULL and name not in _OPTIONAL:
@@ -399,7 +453,11 @@ def read_mixture(node: yaml.Node, recipe: str) -> list[DatasetConfig]:
     """A recipe's `datasets`."""
     where = f"{recipe}: datasets"
     with user_input(where, "give a list of mappings such as {path: org/set, split: train, fraction: 0.5}"):
-        entries = [DatasetConfig(**entry) for entry in _construct(node)]
+        given = _construct(node)
+        known = {field.name for field in dataclasses.fields(DatasetConfig)}
+        if unknown := sorted({name for entry in given if isinstance(entry, dict) for name in entry} - known):
+            raise ValueError(f"unknown keys {', '.join(unknown)}")
+        entries = [DatasetConfig(**entry) for entry in given]
     fractions = [entry.fraction for entry in entries]
     good = [isinstance(share, int | float) and share > 0 for share in fractions]
     if set(fractions) - {None} and not all(good):
@@ -423,8 +481,14 @@ def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
         check_known("report_to", tracker, INTEGRATION_TO_CALLBACK)  # `all` is refused: it includes W&B's login prompt
         if tracker not in get_available_reporting_integrations():
             raise UserError(f"report_to {tracker}: not installed; pip install {tracker}, or remove it")
-    usable = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled")
-    if "wandb" in trackers and not (usable or has_wandb_login()):
+    key = os.environ.get("WANDB_API_KEY")
+    is_offline = os.environ.get("WANDB_MODE") in ("offline", "disabled")
+    if "wandb" in trackers and key and not is_offline:
+        from wandb.sdk.lib.wbauth.validation import check_api_key  # takes seconds
+
+        if problem := check_api_key(key):
+            raise UserError(f"report_to wandb: WANDB_API_KEY: {problem} Copy it from wandb.ai/authorize")
+    if "wandb" in trackers and not (key or is_offline or has_wandb_login()):
         trackers.remove("wandb")
         return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set, and `wandb login` was not run"
     return trackers, f"tracking: {', '.join(trackers) or 'none'}"

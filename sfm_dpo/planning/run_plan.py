@@ -85,10 +85,10 @@ class Planner:
         micro_batch = asked_pairs(self.args) or 1
         batch = self.args.global_batch_size
         if batch % (micro_batch * gpus):
-            raise UserError(
-                f"global_batch_size {batch} is not a multiple of per_device_train_batch_size {micro_batch} x {gpus} "
-                "GPUs; give other --num_gpus or --per_device_train_batch_size"
-            )
+            field = f"per_device_train_batch_size {micro_batch} x " if micro_batch > 1 else ""
+            nearest = math.ceil(batch / (micro_batch * gpus)) * micro_batch * gpus
+            remedy = f"give other --num_gpus, or --global_batch_size {nearest}"
+            raise UserError(f"global_batch_size {batch} is not a multiple of {field}{gpus} GPUs; {remedy}")
         self.limit = memory_limit(GPU_MEMORY[gpu], self.args.memory_gib)
         limits = (self.args.max_length, self.args.max_prompt_length)
         truncated = lengths.truncate(*limits)
@@ -110,8 +110,10 @@ class Planner:
         trained = self.memory.adapter or self.memory.model
         states = self.memory.states(launch, fit_buckets(zero_config(launch), trained))
         choice = self.memory.choose(self.limit, sum(states.values()))
+        possible = self.memory.list_candidates(sum(states.values()))
         return {
             "states": states,
+            "fitting": next((candidate.options for candidate in possible if candidate.bytes <= self.limit), None),
             "choice": asdict(choice),
             "fits": "no" if choice.bytes > self.limit else "tight" if choice.bytes > TIGHT * self.limit else "yes",
             "checkpoint": checkpoint_bytes(trained, {"zero2": 2, "zero3": 3}.get(launch, 0), launch == "fsdp2"),
@@ -159,6 +161,8 @@ def format_plan(plan: dict[str, Any]) -> str:
     batch = plan["batch"]
     time = plan["time"]
     hours = f"{time['hours']:.1f}, {time['hours'] * gpu['count']:,.0f} GPU-hours"
+    if time["hours"] < 1:
+        hours = f"{time['hours']:.1g} ({60 * time['hours']:.1f} minutes)"
     parameters = f"{model['type']}, {model['parameters']:,} parameters"
     if model["trained"] < model["parameters"]:
         parameters += f", {model['trained']:,} trained (LoRA: activations and hours are upper bounds)"
@@ -172,7 +176,17 @@ def format_plan(plan: dict[str, Any]) -> str:
     ]
     columns = [_format_launch(launch, plan["checkpoints"]) for launch in plan["launches"].values()]
     table = [(name, *(column[name] for column in columns)) for name in columns[0]]
-    return "\n".join([format_table(summary, indent=0), format_table(table, ["", *plan["launches"]], "lr")])
+    refused = [name for name, launch in plan["launches"].items() if launch["fits"] == "no"]
+    remedies = [f"{name} does not fit; {_find_remedy(name, plan['launches'])}" for name in refused]
+    return "\n".join([format_table(summary, indent=0), format_table(table, ["", *plan["launches"]], "lr"), *remedies])
+
+
+def _find_remedy(name: str, launches: dict[str, Any]) -> str:
+    """What to change where a launch does not fit: its setting, or else the launch, or else the run."""
+    for other in (name, *launches):
+        if options := launches[other]["fitting"]:
+            return f"LAUNCH={other} fits with {options}"
+    return "use more GPUs (--num_gpus), a shorter max_length or LoRA (use_peft: true)"
 
 
 def _format_launch(launch: dict[str, Any], checkpoints: int) -> dict[str, str]:

@@ -17,7 +17,7 @@ from sfm_dpo.common.secrets import mask
 from sfm_dpo.report.page import FIGURES, changed_fields, format_yaml, render_page
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import CARD, EVALUATION, read_file
-from sfm_dpo.run.reader import judge_learning, read_run
+from sfm_dpo.run.reader import judge_learning, list_held_out, read_run
 
 _CURVES = ("loss", "accuracy", "margin", "logps")
 # By `launch` in data.json
@@ -78,7 +78,7 @@ def write_model_card(
         licenses={_format_link(name): _read_metadata(name, "dataset").get("license") for name in datasets},
         reference=_format_link(config.get("ref_model_name_or_path") or ""),
         datasets=[_format_link(name, "datasets/") for name in datasets],
-        verdicts=judge_learning(facts),
+        verdicts=judge_learning(facts) if list_held_out(facts) else [],  # a margin of training pairs proves nothing
         figures=[name for name in _CURVES if (folder / FIGURES / f"{name}.png").is_file()],
         repo=repo,
         revision="" if revision == "main" else f', revision="{revision}"',

@@ -127,14 +127,16 @@ def last_user_turn(prompt: str) -> str:
 
 def _format_steps(facts: dict[str, Any]) -> str:
     seconds = facts["seconds"]
-    duration = f" in {format_clock(seconds)} since the last start" if seconds else ""
-    starts = len(facts["environment"].get("starts", []))
-    hours = "" if facts["gpu_hours"] is None else f", {facts['gpu_hours']:,.1f} GPU-hours over {starts} start(s)"
+    starts = facts["environment"].get("starts", [])
+    before = starts[-1]["step"] if starts else 0
+    since = f", {facts['steps'] - before:,} of them since the last start" if before else ""
+    duration = f"{since} in {format_clock(seconds)}" if seconds else ""
+    hours = "" if facts["gpu_hours"] is None else f", {facts['gpu_hours']:,.1f} GPU-hours over {len(starts)} start(s)"
     return f"{facts['steps']:,} optimizer steps{duration}{hours}"
 
 
 def tabulate_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]]]:
-    """(title, rows) of `list_held_out`: each metric's name and, as text, its values `before` and `after`."""
+    """(title, rows) of `list_held_out`: each metric's name and, as text, its values before and after, by step."""
     other_reference = facts["config"].get("ref_model_name_or_path")
     tables = []
     for title, pairs, evaluations in list_held_out(facts):
@@ -142,9 +144,9 @@ def tabulate_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, s
         for metric, name in PAIR_METRICS.items():
             row = {"metric": name}
             for side, values in evaluations.items():
-                row[side] = format_metric(metric, to_float(values.get(metric)), pairs)
-            if metric == "rewards/accuracies" and "before" in row and not other_reference:
-                row["before"] = "0.50, all ties"  # policy = reference: no answer has gained
+                row[f"{side}, step {values['step']}"] = format_metric(metric, to_float(values.get(metric)), pairs)
+            if metric == "rewards/accuracies" and "before" in evaluations and not other_reference:
+                row["before, step 0"] = "0.50, all ties"  # policy = reference: no answer has gained
             rows.append(row)
         tables.append((title, rows))
     return tables

@@ -66,6 +66,9 @@ def draw_curves(facts: dict[str, Any], folder: Path, panels: Collection[str] | N
                 _draw_held_out(axes, log, *metrics)
             if not axes.lines:
                 continue
+            for start in facts["environment"].get("starts", [])[1:]:
+                if start["step"]:
+                    axes.axvline(start["step"], color=INK, linewidth=0.5, alpha=0.5)
             limit = config.get("max_grad_norm")
             if name == "grad_norm" and limit:
                 axes.axhline(limit, color=INK, linewidth=0.8, linestyle=":", label="clipped above")

@@ -29,7 +29,7 @@ from safetensors.numpy import save
 
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, main_process_first, rank, world_size
 from sfm_dpo.common.errors import DiskFull, StopRequested, user_input
-from sfm_dpo.common.files import sync
+from sfm_dpo.common.files import format_clock, sync
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import hash_tokens
@@ -133,18 +133,23 @@ def make_cache_folder(folder: Path) -> None:
 
 def report_progress(trainer: Any, name: str, cache: "ReferenceCache", earlier_shards: int) -> Report:
     """A function that logs the reference pass of a split, and raises StopRequested if the run is asked to stop."""
-    reported = time.monotonic()
+    began = time.monotonic()
+    reported = began
     output_dir = trainer.args.output_dir
 
     def report(done: int, total: int, owner: str) -> None:
-        nonlocal reported
+        nonlocal began, reported
         trainer.progress.advance()
         now = time.monotonic()
+        if not done:  # another job computes
+            began = now
         if now - reported > REPORT_SECONDS:
             reported = now
             message = f"reference, {name}: {done / total:.0%} of {total:,} tokens"
             if owner:
                 message += f", waiting for {owner}"
+            if done:
+                message += f", ETA {format_clock((now - began) / done * (total - done))}"
             log.info(message)
             write_status(output_dir, State.RUNNING, message=message)
         if broadcast(stop_requested(output_dir)):

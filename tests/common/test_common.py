@@ -1,5 +1,6 @@
 """Ends of a script's main, tables in plain text, and GPUs that torch does not see."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -51,6 +52,55 @@ def test_a_command_that_reads_runs_reports_any_exception_in_one_line(capsys, err
 
     assert main(["outputs/a", "--json"]) == 2
     assert capsys.readouterr() == ("", line)
+
+
+RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (RANK_0, None),
+        ({"MASTER_ADDR": "node", "RANK": "0", "WORLD_SIZE": "1", "PMI_SIZE": "1"}, ""),  # of one process
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; unset"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2: set without RANK, WORLD_SIZE, "),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1 PMI_SIZE=2: set without RANK, "),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED=true: set without RANK, "),
+        (
+            RANK_0 | {"RANK": "2"},
+            "RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=node MASTER_PORT=29500: contradict each",
+        ),
+        (RANK_0 | {"MASTER_PORT": "tcp"}, "MASTER_PORT=tcp: contradict each other"),
+    ],
+)
+def test_a_process_is_a_rank_or_not_from_its_start(monkeypatch, environment, given, error):
+    monkeypatch.setattr(os, "environ", dict(given))
+    if error:
+        with pytest.raises(UserError, match=error):
+            distributed.settle_launch(by_ranks=True)
+        distributed.settle_launch(by_ranks=False)
+        assert "MASTER_ADDR" not in os.environ or distributed.world_size() == 1
+    else:
+        distributed.settle_launch(by_ranks=True)
+    assert distributed.world_size() == (2 if error is None else 1) and "PMI_SIZE" not in os.environ
+
+
+def test_a_variable_without_a_reader_is_named_at_the_start(tmp_path):
+    env = {"TRANSFORMERS_CACHE": "/old", "HF_API_TOKEN": "t", "HF_TOKEN": "t", "WORLD_SIZE": "2"}
+    code = "import sfm_dpo; sfm_dpo.setup(); sfm_dpo.setup(by_ranks=True); print('one process')"
+    result = subprocess.run([sys.executable, "-c", code], env=env, cwd=PROJECT, capture_output=True, text=True)
+    warning = "warning: TRANSFORMERS_CACHE: no library reads this variable any more; set HF_HOME\n"
+    assert (result.stdout, result.stderr) == ("one process\n", 2 * warning)
+
+
+def test_what_says_nothing_is_not_logged(caplog):
+    for name, text in (
+        ("DeepSpeed", "Setting accelerator to CPU. If"),
+        ("huggingface_hub.utils._http", "Retrying in 1s"),
+    ):
+        logging.getLogger(name).warning(text)
+        logging.getLogger(name).warning("another")
+    assert {record.getMessage() for record in caplog.records} <= {"another"}
 
 
 def test_what_is_written_atomically_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

@@ -1,9 +1,12 @@
 """Configuration: precedence, YAML's traps, wrong input, and a dump that reads back."""
 
 import dataclasses
+import errno
 import json
 import os
+import re
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -69,6 +72,7 @@ def test_command_line_beats_recipe_beats_defaults(parse):
     assert parse({"seed": 7}).train.seed == 7
     assert parse({"seed": 7}, "--seed", "9").train.seed == 9
     assert parse({"seed": 7}, "--seed=9").train.seed == 9
+    assert parse({"seed": 7}, "--config=recipes/demo.yaml").train.seed == 42  # the last one counts, as in a batch job
     # a field emptied in the recipe, a flag, a list
     assert parse({"max_length": None, "score_margin": None}).train.max_length is None  # the latter: of an old run
     assert parse({"max_length": None}, "--max_length", "64").train.max_length == 64
@@ -98,16 +102,43 @@ def test_yaml_values_arrive_as_meant(parse, field, text, value):
 
 
 @pytest.mark.parametrize(
+    ("field", "words", "value"),
+    [
+        ("loss_type", ["[sigmoid_norm, sft]"], ["sigmoid_norm", "sft"]),
+        ("eval_datasets", ["{a: b.jsonl}"], '{"a": "b.jsonl"}'),
+        ("lr_scheduler_kwargs", ["{num_cycles: 1e-6}"], {"num_cycles": 1e-6}),
+        ("hub_revision", ["{step}"], "{step}"),
+        ("max_steps", ["-1"], -1),
+        ("padding_free", [], True),
+    ],
+)
+def test_a_command_line_reads_the_yaml_of_a_recipe(parse, field, words, value):
+    assert getattr(parse({"lr_scheduler_type": "cosine"}, f"--{field}", *words).train, field) == value
+    with pytest.raises(UserError, match="weight_decay -1e-06: must be at least 0"):
+        parse(None, "--weight_decay", "-1e-6")
+
+
+@pytest.mark.parametrize(
     ("cli", "parts"),
     [
         ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate"]),  # no abbreviations
         ("--pair-by=score", ["--pair-by; here: none (make the pairs before training, see docs/data.md)"]),
-        ("--warmup_ratio 0.1", ["unknown option --warmup_ratio; here: warmup_steps, see docs/migration.md"]),
+        ("--warmup_ratio 0.1", ["unknown option --warmup_ratio; here: warmup_steps (the same number: below 1"]),
         ("--gpus-per-node=8", ["Slurm's options come before the script: sbatch [options] scripts/dpo_train.sh"]),
         (
-            "--seed -1 --lr 1 --lrs 1",
-            ["2 fields to correct", "yaml:\n- unknown option --lr; ", "\n- unknown option --lrs"],
+            "--seed -1 --lr 1 --lrs 1 --beta five",
+            [
+                "4 fields to correct",
+                "yaml:\n- unknown option --lr; ",
+                "\n- unknown option --lrs",
+                "\n- command line: beta: invalid float value: 'five'",
+                "\n- seed -1: must be at least 0",
+            ],
         ),
+        ("--loss_type simpo", ["loss_type simpo: unknown; here: none ("]),
+        ("--loss_type [dpo]", ["loss_type dpo: unknown; here: loss_type: sigmoid (with `beta: 0.1`)"]),
+        ("--bf16 auto", ["command line: bf16: ", "got auto", "; here: none (the default: true on a GPU)"]),
+        ("--loss_type [a", ["command line: loss_type: ParserError: "]),
         (
             "--beta 0 --loss_type foo --eval_strategy steps --report_to nowhere",
             ["4 fields", "\n- beta 0.0: must", "\n- loss_type foo: unknown", "\n- eval_strategy", "\n- report_to"],
@@ -158,7 +189,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ("a: [b", ["not valid YAML"]),
         ("output_dir: {{ run }}", ["output_dir: ConstructorError: "]),
         ("model_init_kwargs: {a: 2026-13-01}", ["model_init_kwargs: ValueError: month must be in 1..12"]),
-        ("beta: five", ["argument --beta: invalid float value: 'five'"]),
+        ("beta: five", ["recipe.yaml: beta: invalid float value: 'five'"]),
         ("xyz: 1\nlr: 1", ["2 fields to correct", "unknown field 'xyz'", "unknown field 'lr'; here: learning_rate"]),
         ("output_dir: $SCRATCH/run", ["output_dir $SCRATCH/run: variables are replaced by a shell only"]),
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, ["model_init_kwargs: cannot set a token, dtype or revision"]),
@@ -253,9 +284,50 @@ def test_a_recipe_of_another_trainer_is_told_all_at_once(parse):
     fields = {"torch_dtype": "auto", "stage": "dpo", "cutoff_len": 1, "micro_batch_size": 4, "xyzzy": 1}
     fields |= {"evals_per_epoch": 4, "adapter": "lora", "base_model": "m"}
     message = refused(parse, fields, world_size=2)
-    expected = """8 fields to correct|here: dtype, see docs|'stage'; here: none (always DPO)|
+    expected = """8 fields to correct|here: dtype (|'stage'; here: none (always DPO)|
         |'cutoff_len'; here: max_length (|unknown field 'xyzzy'|here: eval_strategy: steps (|here: use_peft ("""
     assert not [part for part in expected.split("|") if part.strip() not in message], message
+
+
+AXOLOTL = """{base_model: m, model_type: LlamaForCausalLM, tokenizer_type: AutoTokenizer, strict: false, rl: dpo,
+    chat_template: llama3, datasets: [{path: p.jsonl, type: chat_template.default, field_messages: c}], sequence_len:
+    4096, val_set_size: 0.05, sample_packing: true, adapter: lora, lora_r: 32, lora_target_linear: true, wandb_entity:
+    null, micro_batch_size: 2, gradient_accumulation_steps: 4, num_epochs: 1, optimizer: adamw_torch_fused,
+    lr_scheduler: cosine, learning_rate: 2.0e-4, bf16: auto, tf32: false, train_on_inputs: false, group_by_length:
+    false, dataset_prepared_path: d, flash_attention: true, warmup_ratio: 0.1, evals_per_epoch: 4, saves_per_epoch: 1,
+    special_tokens: null}"""
+LLAMA_FACTORY = """{model_name_or_path: m, trust_remote_code: true, stage: dpo, do_train: true, finetuning_type: lora,
+    lora_rank: 8, lora_target: all, pref_beta: 0.1, pref_loss: sigmoid, dataset: p.jsonl, template: llama3,
+    cutoff_len: 64, overwrite_cache: true, preprocessing_num_workers: 1, output_dir: o, logging_steps: 10, save_steps:
+    500, plot_loss: true, overwrite_output_dir: true, save_only_model: false, per_device_train_batch_size: 1,
+    gradient_accumulation_steps: 8, learning_rate: 5.0e-6, lr_scheduler_type: cosine, warmup_ratio: 0.1, bf16: true,
+    ddp_timeout: 180000000, val_size: 0.1}"""
+TRL = """{model_name_or_path: m, dataset_name: p.jsonl, loss_type: sigmoid, beta: 0.1, max_length: 1024, bf16: true,
+    gradient_accumulation_steps: 4, per_device_train_batch_size: 2, warmup_ratio: 0.1, torch_dtype: bfloat16,
+    logging_steps: 25, gradient_checkpointing: true, gradient_checkpointing_kwargs: {use_reentrant: false},
+    eval_strategy: "no", seed: 1}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "corrected"),
+    [
+        (AXOLOTL, 26, {"use_peft": True, "lora_target_modules": "all-linear", "eval_fraction": 0.05, "beta": 0.1}),
+        (LLAMA_FACTORY, 16, {"use_peft": True, "loss_type": "sigmoid", "beta": 0.1, "eval_fraction": 0.1}),
+        (TRL, 3, {"model_name_or_path": "m", "loss_type": "sigmoid", "beta": 0.1}),
+    ],
+)
+def test_a_file_of_another_trainer_reads_after_one_correction(tmp_path, text, count, corrected):
+    """Each line of the error names a field, and what to write; without these fields, and with theirs, it reads."""
+    given = yaml.safe_load(text)
+    path = tmp_path / "theirs.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        parse_config(["--config", str(path), "--use_cpu"], world_size=2)
+    lines = str(caught.value).split("\n- ")[1:]
+    named = {name for name in given for line in lines if re.search(rf"\b{name}\b", line.split(":")[0])}
+    assert len(lines) == count and all(re.search("here: |remove|give a list", line) for line in lines), lines
+    path.write_text(yaml.safe_dump({k: v for k, v in given.items() if k not in named} | NEEDED | corrected))
+    parse_config(["--config", str(path), "--global_batch_size", "16"], world_size=2)
 
 
 def test_trls_beta_with_the_default_loss_is_a_warning(parse, capsys):
@@ -304,8 +376,21 @@ def test_wandb_is_off_without_a_key_and_said_so(monkeypatch, tmp_path):
         assert resolve_report_to(["wandb"])[0] == ["wandb"]
     (tmp_path / "netrc").write_text("machine huggingface.co login user password k")
     assert resolve_report_to(["wandb"])[0] == []
-    monkeypatch.setenv("WANDB_API_KEY", "k")
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     assert resolve_report_to(["wandb"])[0] == ["wandb"]
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 39)
+    with pytest.raises(
+        UserError, match=r"report_to wandb: WANDB_API_KEY: API key must have 40\+ characters, has 39\."
+    ):
+        resolve_report_to(["wandb"])
+
+
+def test_a_cache_without_file_locks_is_one_line(parse, monkeypatch):
+    for number, words in ((errno.ENOLCK, "No locks available"), (524, "Unknown error 524"), (errno.ENOSYS, "")):
+        monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, os.strerror(number))))
+        if words:
+            assert f"no file can be locked there ({words}); set HF_HOME" in refused(parse)
+    parse()  # libraries do without locks where there is no flock
 
 
 def test_mixture(parse):
@@ -321,7 +406,7 @@ def test_mixture(parse):
         ("a.jsonl", "must be a mapping, not str; give a list of mappings such as {path:"),
         (["a.jsonl"], "must be a mapping, not str; give a list of mappings such as {path:"),
         ([{"name": "a"}], "missing 1 required positional argument: 'path'; give a list"),
-        ([{"path": "a", "fractoin": 1}], "unexpected keyword argument 'fractoin'; give a list"),
+        ([{"path": "a", "fractoin": 1}], "unknown keys fractoin; give a list"),
         ([{"path": "a", "fraction": 0.5}, {"path": "b"}], "fraction [0.5, None]: must be a number above 0 in all"),
         ([{"path": "a", "fraction": 0.8}, {"path": "b", "fraction": -0.2}], "fraction [0.8, -0.2]: must be a number"),
         ([{"path": "a", "fraction": 0}], "fraction [0]: must be a number"),

@@ -146,3 +146,14 @@ def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys):
 def test_gpus_that_do_not_divide_the_global_batch_are_named(plan_of):
     with pytest.raises(UserError, match=r"global_batch_size 128 is not a multiple of .* x 3 GPUs"):
         plan_of(tiny_config("olmo3"), lengths_of(8, 9, 9, 9), gpus=3)
+    with pytest.raises(UserError, match=r"128 is not a multiple of 3 GPUs; give other --num_gpus, or .* 129"):
+        plan_of(tiny_config("olmo3"), lengths_of(8, 9, 9, 9), ["--per_device_train_batch_size="], gpus=3)
+
+
+def test_what_does_not_fit_is_said_with_what_does(plan_of):
+    lengths = lengths_of(8, 100, 3000, 3000)
+    text = format_plan(plan_of(PYTHIA, lengths, ["--gradient_checkpointing", "false", "--memory_gib", "80"]).plan())
+    assert "zero2 does not fit; LAUNCH=zero2 fits with --per_device_train_batch_size" in text and " minutes)" in text
+    text = format_plan(plan_of(PYTHIA, lengths, ["--memory_gib", "40"]).plan())
+    assert "zero2 does not fit; LAUNCH=zero3 fits with --per_device_train_batch_size 1 " in text
+    assert "zero2 does not fit; use more GPUs" in format_plan(plan_of(PYTHIA, lengths, ["--memory_gib", "4"]).plan())

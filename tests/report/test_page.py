@@ -11,7 +11,15 @@ import pytest
 
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.report.model_card import hide_paths, write_model_card
-from sfm_dpo.report.page import changed_fields, format_summary, format_yaml, last_user_turn, main, write_report
+from sfm_dpo.report.page import (
+    changed_fields,
+    format_summary,
+    format_yaml,
+    last_user_turn,
+    main,
+    tabulate_held_out,
+    write_report,
+)
 from sfm_dpo.report.plots import PANELS, draw_curves
 from sfm_dpo.run.folder import read_file
 from sfm_dpo.run.reader import describe_calibration, describe_run, judge_learning, read_run
@@ -112,6 +120,25 @@ def test_what_a_run_has_learned_is_said_everywhere(run, without_curves):
     assert describe_run(run, None, 0.0)["verdict"] == "no evidence of learning"
     edit(run / "resolved_config.yaml", ref_model_name_or_path="another")
     assert "0.75 (0.30 to 0.95)" in format_summary(run) and not judge_learning(read_run(run))
+
+
+def test_a_restart_is_drawn_and_steps_are_counted_since_it(run, without_curves):
+    starts = read_run(run)["environment"]["starts"]
+    save(run, "environment.json", read_run(run)["environment"] | {"starts": [*starts, starts[0] | {"step": 4}]})
+    facts = read_run(run)
+    assert f"{STEPS} optimizer steps, {STEPS - 4} of them since the last start in 0:00:" in format_summary(run)
+    assert [row for _, rows in tabulate_held_out(facts) for row in rows[0]] == [
+        "metric",
+        "before, step 0",
+        "after, step 6",
+    ]
+    (_, svg), *_ = draw_curves(facts, run / "figures", panels=["loss"])
+    (_, other), *_ = draw_curves(facts | {"environment": {}}, run / "figures", panels=["loss"])
+    assert svg.count("<path") > other.count("<path")
+    log = [entry | {"rewards/margins": 1.0 + entry["step"] / 9} for entry in training(1.0)[1:]]
+    save(run, "trainer_state.json", {"global_step": 40, "log_history": log})
+    write_model_card(run)
+    assert "Learned" in format_summary(run) and "Learned" not in (run / "README.md").read_text()
 
 
 def held_out(before: float, after: float) -> list[dict]:

@@ -17,8 +17,9 @@ from accelerate.commands.launch import launch_command_parser
 
 from bench.lengths import MAX_LENGTH, sample_lengths
 from sfm_dpo.common.errors import HUNG, RunEnd
+from sfm_dpo.config.checks import MIGRATION
 from sfm_dpo.config.effects import MAY_CHANGE
-from sfm_dpo.config.fields import DATACLASSES, FIELD_GROUPS, MIGRATION, FieldParser, TrainConfig
+from sfm_dpo.config.fields import DATACLASSES, FIELD_GROUPS, FieldParser, TrainConfig
 from tests.commands import PAGES, ROOT, text
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
@@ -32,7 +33,8 @@ REFERENCE = """# Fields
 
 Every field of this project, and the fields of TRL's `DPOConfig` and `ModelConfig` that a recipe is likely to set; the
 other fields of both are accepted, too. A recipe is YAML with these names, and `--name value` on the command line
-overrides it; `--name=` empties a list or an optional field. `python train_dpo.py --help` prints the same list.
+overrides it; `--name=` empties a list or an optional field, `--name '[a, b]'` and `--name '{a: b}'` are YAML, too.
+`python train_dpo.py --help` prints the same list.
 *resume*: whether a run may be resumed with another value. The tables are generated:
 `RECORD=1 pytest tests/scripts/test_docs.py`."""
 OWN_FOLDERS = "bench|configs|data|docs|recipes|scripts|sfm_dpo|tests"

@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
@@ -22,6 +23,7 @@ from sfm_dpo.run.folder import DATA, read_file, read_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run
 from sfm_dpo.train.callbacks import ProgressLine
+from sfm_dpo.training_run import Run
 from tests.toolbox import error_line, logged, on_cpu, pairs
 
 
@@ -40,7 +42,7 @@ def test_a_mismatch_is_refused_the_end_is_evaluated_and_made_again(
     printed = capsys.readouterr()
     assert "a save takes longer than --signal; submit with --signal=B:USR1@" in printed.err
     assert re.search(r"reward accuracy +0.50, all ties$", printed.out, re.MULTILINE)  # and no later evaluation
-    assert "<th>before</th></tr>" in write_report(run).read_text()
+    assert "<th>before, step 0</th></tr>" in write_report(run).read_text()
     assert read_status(run)["for_good"] is True
     calibration = read_file(run / DATA)["calibration"]
     mark = run / "checkpoint-1" / COMPLETE
@@ -139,6 +141,19 @@ def signals():
         signal.signal(number, handler)
 
 
+def test_a_thread_may_train_and_its_children_end_by_sigterm(signals, capsys):
+    signals()
+    with ThreadPoolExecutor(1) as pool:  # where Python refuses to set a handler
+        assert pool.submit(train_dpo.main, ["--beta", "0"]).result() == 2
+    assert error_line(capsys.readouterr().err)
+    with Run():
+        child = os.fork()
+        if not child:
+            os._exit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+        assert os.waitpid(child, 0)[1] == 0 and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 def test_ctrl_c_and_sigterm_are_a_stop(tiny_folder, write_rows, tmp_path, monkeypatch, capsys, signals):
@@ -161,6 +176,8 @@ def test_ctrl_c_and_sigterm_are_a_stop(tiny_folder, write_rows, tmp_path, monkey
             patch.setattr(ProgressLine, "on_step_begin", interrupt)
             patch.setattr(folder, "write_json", write)
             assert train_dpo.main(fields) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         checkpoint = run / f"checkpoint-{step}"
         line = f"interrupted at step {step}; run the same command again to resume from {checkpoint}\n"
         out, err = capsys.readouterr()
