@@ -43,6 +43,7 @@ from sfm_dpo.data.tokenization import (
     check_positions,
     check_reference,
     check_vocabulary,
+    choose_date,
     hash_tokens,
     load_token_pairs,
     load_tokenizer,
@@ -120,7 +121,8 @@ def load(config: Config, origin: Origin) -> tuple[TokenPairs, PreTrainedTokenize
         main_process_first(lambda: make_cache_folder(reference_root()))
     if args.push_to_hub:
         on_main_process(lambda: check_push(args, bool(origin.checkpoint)))
-    pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
+    date = on_main_process(lambda: choose_date(tokenizer, args.template_date or origin.data.get("template_date")))
+    pairs = main_process_first(lambda: load_token_pairs(config, tokenizer, date))
     for tokens in pairs.splits.values():
         check_vocabulary(tokens, tokenizer, model_config.get_text_config().vocab_size)
         for part in config.parts:

@@ -25,7 +25,7 @@ ROUNDING = set(
     checkpointed_layers flash_attention""".split()
 )
 # Affect only some data sets: run/start.py compares the hash of the tokens
-COMPARED_BY_TOKENS = {"mask_tool_results"}
+COMPARED_BY_TOKENS = {"mask_tool_results", "template_date"}
 
 MAY_CHANGE = NO_EFFECT | ROUNDING | COMPARED_BY_TOKENS  # in a resumed run
 
