@@ -330,9 +330,7 @@ def test_a_folder_of_save_to_disk_and_of_several_configurations(write_rows, tmp_
     for name in ("a/train.jsonl", "b/train.jsonl"):
         write_rows(f"d/{name}", numbered(2, name[0]))
     for folder in ("d", "saved"):
-        with pytest.raises(
-            UserError, match=rf"{folder}: its rows are in several folders \(a, b\); set dataset_conf"
-        ):
+        with pytest.raises(UserError, match=rf"{folder}: its rows are in several folders \(a, b\); set dataset_conf"):
             load(tmp_path / folder)
     assert prompts(load(tmp_path / "d", "--dataset_config", "b").train) == ["b0", "b1"]
     with pytest.raises(UserError, match="dataset_config law: is neither in the README"):
