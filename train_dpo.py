@@ -66,7 +66,7 @@ def main(
         if start.trains:
             config = identify_models(config, start.before.facts.models, start.before.config)
             check_access(config, start.before)
-            pairs, tokenizer = load_data(config)
+            pairs, tokenizer = load_data(config, start.before.facts.template_date)
             facts = first_facts(config, pairs, start.before)
             run.record(facts, config, pairs)
             trainer = build_trainer(trainer_class, config, facts, pairs, tokenizer, run.progress)

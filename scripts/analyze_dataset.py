@@ -1,8 +1,7 @@
 #!/usr/bin/env python
 """Helps to choose max_length: lengths of the pairs, what each max_length keeps and costs, problems. Uses no GPU.
 
-    python scripts/analyze_dataset.py                                   # allenai/Dolci-Instruct-DPO, SFM instruct
-    python scripts/analyze_dataset.py allenai/Dolci-Think-DPO-7B --max_samples 5000
+    python scripts/analyze_dataset.py allenai/Dolci-Think-DPO-7B --model_name_or_path MODEL --max_samples 5000
     python scripts/analyze_dataset.py --config recipes/think.yaml --json lengths.json --plot lengths.png
 
 Any field of a recipe can be given as an option. docs/data.md explains the output. --json writes: `dataset`, `model`,
@@ -23,8 +22,6 @@ from sfm_dpo.common.distributed import CPU_ONLY
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_json
 
-DATASET = "allenai/Dolci-Instruct-DPO"
-MODEL = "geodesic-research/sfm-sft_dolci_instruct_unfiltered"
 PLOTS = (".png", ".svg", ".pdf")
 
 
@@ -39,7 +36,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dropped", type=new_file, metavar="FILE", help="write each unusable row as a JSON line")
     if argv and not argv[0].startswith("-"):
         argv = ["--dataset_name", *argv]
-    args, fields = parser.parse_known_args(argv)  # answers --help before the slow imports
+    args, fields = parser.parse_known_args(argv or ["--help"])  # answers --help before the slow imports
 
     if args.plot and args.plot.suffix not in PLOTS:
         raise UserError(f"--plot {args.plot}: unknown format; choose one of {', '.join(PLOTS)}")
@@ -48,10 +45,8 @@ def main(argv: list[str]) -> None:
     from sfm_dpo.config.fields import parse_config
     from sfm_dpo.planning.dataset import analyze_dataset, draw_lengths, format_analysis
 
-    defaults = [f"--dataset_num_proc={len(os.sched_getaffinity(0))}"]
-    if "--config" not in {word.split("=")[0] for word in fields}:
-        defaults += [f"--dataset_name={DATASET}", f"--model_name_or_path={MODEL}"]
-    config = parse_config([*defaults, *fields], training=False)  # the last one counts
+    processes = f"--dataset_num_proc={len(os.sched_getaffinity(0))}"
+    config = parse_config([processes, *fields], training=False)  # the last one counts
     datasets = [entry.path for entry in config.data.datasets] or [str(config.train.dataset_name)]
     places = {Path(dataset).expanduser().resolve() for dataset in datasets}
     for file in filter(None, (args.json, args.dropped)):

@@ -2,7 +2,7 @@
 # Tokenises or analyses pairs on a CPU node, log in logs/prepare-JOB.out. The arguments are a script and its options.
 #
 #   sbatch scripts/prepare.sh prefetch.py --config recipes/think.yaml             after prefetch.py --download_only
-#   sbatch scripts/prepare.sh analyze_dataset.py allenai/Dolci-Think-DPO-7B
+#   sbatch scripts/prepare.sh analyze_dataset.py --config recipes/think.yaml
 #
 #SBATCH --job-name=prepare
 #SBATCH --nodes=1

@@ -25,7 +25,7 @@ ROUNDING = set(
     checkpointed_layers flash_attention""".split()
 )
 # Affect only some data sets: run/start.py compares the hash of the tokens
-COMPARED_BY_TOKENS = {"mask_tool_results"}
+COMPARED_BY_TOKENS = {"mask_tool_results", "template_date"}
 
 # The data, and which pairs a step has: a checkpoint is continued with the same ones, also in another output_dir
 ORDER = set(

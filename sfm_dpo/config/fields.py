@@ -67,7 +67,7 @@ class TrainConfig(DPOConfig):
     ref_model_name_or_path: str | None = HfArg(default=None, help="Reference model; default: the base model.")
     # Data
     dataset_name: str | None = HfArg(default=None, help="Hub id, or a local .json/.jsonl/.parquet file or folder.")
-    dataset_config: str | None = HfArg(default=None, help="Configuration name of a Hub dataset.")
+    dataset_config: str | None = HfArg(default=None, help="Configuration of a Hub dataset or a folder; a subfolder.")
     dataset_train_split: str = HfArg(default="train", help="Split to train on.")
     max_samples: int | None = HfArg(default=None, help="Use a random sample of this many pairs, drawn with `seed`.")
     eval_fraction: float = HfArg(
@@ -78,6 +78,7 @@ class TrainConfig(DPOConfig):
     overlong: Literal["truncate", "drop"] = HfArg(default="truncate", help="Pairs beyond max_length.")
     truncation_mode: Literal["keep_start"] = HfArg(default="keep_start", help="Truncation keeps the first tokens.")
     mask_tool_results: bool = HfArg(default=True, help="Do not train on the results of tool calls (docs/data.md).")
+    template_date: str | None = HfArg(default=None, help="YYYY-MM-DD; what chat templates print as today's date.")
     max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows is unusable.")
     # Filters (docs/data.md)
     filter_script: str | None = HfArg(default=None, help="Python file; its keep(row) decides which rows to use.")
@@ -180,7 +181,7 @@ FIELD_GROUPS = {
         model_init_kwargs use_peft lora_r lora_alpha lora_dropout lora_target_modules""",
     "Data": """dataset_name dataset_config dataset_train_split datasets max_samples eval_fraction eval_datasets
         max_length max_prompt_length truncation_mode max_dropped_fraction filter_script drop_duplicates
-        overlong mask_tool_results dataset_num_proc""",
+        overlong mask_tool_results template_date dataset_num_proc""",
     "Objective and optimizer": """loss_type loss_weights beta label_smoothing allow_unnormalized_beta learning_rate
         lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps weight_decay max_grad_norm
         optim router_aux_loss_coef""",

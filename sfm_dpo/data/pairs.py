@@ -1,7 +1,7 @@
 """The pairs of a run, as texts and as token ids, and the rows that are left out, each with its reason."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,27 @@ from sfm_dpo.config.checks import HELD_OUT
 PARTS = ("prompt", "chosen", "rejected")
 # Why a row is left out
 DROP_REASONS = {
-    "malformed": "malformed: no text, messages (role, content) or tool calls that the chat template accepts",
+    "malformed": "malformed: no text, messages (role, content) or tool calls",
+    "refused": "cannot be rendered by the chat template",
+    "prefill": "prompt ends in an assistant turn that the chat template cannot continue",
     "no_prompt": "no prompt: answers of plain text need one in the column prompt",
     "last_turn_not_assistant": "last turn is not the assistant's",
     "prompts_differ": "chosen and rejected have different prompts",
     "empty_response": "empty response",
     "chosen_equals_rejected": "chosen equals rejected",
+    "not_printed": "chosen and rejected differ only in what the chat template does not print",
     "tool_results": "tool results cannot be told from the model's words (mask_tool_results: false trains on both)",
     "prompt_too_long": "prompt leaves no room for a response within max_length",
     "script": "rejected by filter_script",
     "duplicate": "repeats an earlier pair or prompt (drop_duplicates)",
     "too_long": "longer than max_length (overlong: drop)",
 }
-# What a row has and training does not see; the keys, with spaces between them, are the column `ignored`
+# What a row has and training does not see; the column `ignored` holds these keys and `key:part` of messages
 IGNORED = {
-    "tools": "have tools that the chat template does not print",
-    "tool_calls": "have tool calls that the chat template does not print",
     "system": "have a column system, which is not read; make it a message of the prompt",
     "prompt": "lose the beginning of their prompt by max_prompt_length",
 }
+HISTORY = "earlier_turns"  # the part of a prompt's assistant turns: some templates leave out their thoughts by design
 FILTERS = ("script", "duplicate", "too_long")  # they drop usable pairs on request
 
 
@@ -45,7 +47,7 @@ class Pairs:
     splits: dict[str, Dataset]  # `train`, and HELD_OUT with eval_fraction
     sources: list[str]
     rows: int  # number of rows read from `sources`
-    dropped_rows: list[dict[str, Any]]  # row, source, and reason (a key of DROP_REASONS)
+    dropped_rows: list[dict[str, Any]]  # row, source, and reason (a key of DROP_REASONS) with its detail
 
     @property
     def train(self) -> Dataset:
@@ -79,7 +81,8 @@ class Pairs:
 
     def explain(self, reason: str) -> str:
         first = next(row for row in self.dropped_rows if row["reason"] == reason)
-        return f"{DROP_REASONS[reason]}, first in row {first['row']} of {first['source']}"
+        where = f"first in row {first['row']} of {first['source']}"
+        return ": ".join(filter(None, [f"{DROP_REASONS[reason]}, {where}", first["detail"]]))
 
     def write_dropped(self, path: Path) -> None:
         rows = sorted(self.dropped_rows, key=lambda row: (row["source"], row["row"]))
@@ -91,6 +94,7 @@ class TokenPairs(Pairs):
     """Pairs in the columns of tokenization.py; `splits` also holds the sets of eval_datasets, by name."""
 
     texts: Pairs
+    template_date: str | None = None  # which strftime_now of the chat template tells
 
     def check_dropped(self, limit: float) -> None:
         """As Pairs, also of the rows that were tokenized: max_samples, fractions and filters leave out others."""
@@ -116,7 +120,7 @@ class TokenPairs(Pairs):
             rows.append(("of these, with special tokens in their texts", f"{control_tokens:,}"))
         if tool_results := sum(map(bool, self.train["masked"][:])):
             rows.append(("of these, with tool results, which are not trained", f"{tool_results:,}"))
-        rows += [("caution", text) for text in describe_ignored(self.train)]
+        rows += [("caution", text) for text in describe_ignored(self.train).values()]
         rows += [(f"pairs held out: {name}", f"{len(tokens):,}") for name, tokens in self.held_out().items()]
         if HELD_OUT in self.splits:
             prompts = self.texts.splits[HELD_OUT].unique("prompt_key")
@@ -136,23 +140,28 @@ class TokenPairs(Pairs):
         }
 
 
-def describe_ignored(tokens: Dataset) -> list[str]:
+def describe_ignored(tokens: Dataset) -> dict[str, str]:
     """What training does not see of the rows, by kind, each with the number of pairs and the first row."""
-    lines = []
-    for kind, text in IGNORED.items():
-        found = [i for i, kinds in enumerate(tokens["ignored"][:]) if kind in kinds.split()]
-        if found:
-            first = min(tokens.select_columns(["row", "source"]).select(found), key=lambda origin: origin["row"])
-            lines.append(f"{len(found):,} pairs {text}, first in row {first['row']} of {first['source']}")
+    found = defaultdict(list)
+    for i, kinds in enumerate(tokens["ignored"][:]):
+        for kind in kinds.split():
+            found[kind].append(i)
+    lines = {}
+    for kind, rows in sorted(found.items()):
+        key, _, part = kind.rpartition(":")
+        text = IGNORED.get(kind, f"have {key} in {part} that the chat template does not print")
+        first = min(tokens.select_columns(["row", "source"]).select(rows), key=lambda origin: origin["row"])
+        lines[kind] = f"{len(rows):,} pairs {text}, first in row {first['row']} of {first['source']}"
     return lines
 
 
 def drop_rows(rows: Dataset, reasons: np.ndarray) -> tuple[Dataset, list[dict[str, Any]]]:
     """The rows (with columns row and source) whose `reasons` [N] are empty; and the others, as in
-    Pairs.dropped_rows."""
+    Pairs.dropped_rows. A reason may be followed by a colon and its detail."""
     others = np.flatnonzero(reasons != "")
     if not len(others):
         return rows, []
-    origins = rows.select_columns(["row", "source"]).select(others).to_list()
-    dropped = [origin | {"reason": reason} for origin, reason in zip(origins, reasons[others].tolist(), strict=True)]
+    dropped = rows.select_columns(["row", "source"]).select(others).to_list()
+    for origin, text in zip(dropped, reasons[others].tolist(), strict=True):
+        origin["reason"], _, origin["detail"] = text.partition(": ")
     return rows.select(np.flatnonzero(reasons == "")), dropped

@@ -3,22 +3,37 @@ where the results of tool calls are in it: they are context, not the model's wor
 
 import itertools
 import json
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 from trl.data_utils import common_prefix_length
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.data.pairs import PARTS
+from sfm_dpo.data.pairs import HISTORY, PARTS
 from sfm_dpo.data.preferences import CALL_KEYS, TOOL_ROLES, read_calls
 
 # What a template raises that refuses the roles, their order or the tools of a conversation
 REFUSALS = (TemplateError, TypeError, ValueError, RecursionError)
+LABELS = ("role", "type", "id", "tool_call_id", "index")  # keys whose values link parts of a message; no text
+
+
+def frozen_clock(date: str | None) -> AbstractContextManager:
+    """For code that renders: strftime_now of a chat template tells midnight of `date` (YYYY-MM-DD)."""
+    # Upstream: transformers 5.24, utils/chat_template_utils.py, strftime_now: tells the machine's time, so a resume on
+    # the next day reads other tokens, and it cannot be passed to the template. Canary: test_canary_template_clock
+    midnight = datetime.fromisoformat(date) if date else datetime.now()
+    return mock.patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: midnight))
 
 
 def make_renderer(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
@@ -30,13 +45,14 @@ def make_renderer(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> C
     return render
 
 
-def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
-    """The texts of prompt, prompt+chosen and prompt+rejected; None if the chat template refuses the row. `pair` keeps
-    its tool calls under the name that the template reads."""
+def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str] | str:
+    """The texts of prompt, prompt+chosen and prompt+rejected, or the reason why there are none, as in drop_rows.
+    `pair` keeps its tool calls under the name that the template reads."""
     if isinstance(pair["prompt"], str):
         eos = tokenizer.eos_token
-        responses = [pair[side].removesuffix(eos) + eos for side in ("chosen", "rejected")]
-        return [pair["prompt"], *(pair["prompt"] + response for response in responses)]
+        responses = [pair["chosen"], pair["rejected"]]
+        ended = [text if text.rstrip().endswith(eos) else text + eos for text in responses]
+        return [pair["prompt"], *(pair["prompt"] + text for text in ended)]
     if tokenizer.chat_template is None:
         raise UserError(
             f"model_name_or_path {tokenizer.name_or_path}: its tokenizer has no chat template, but the data are "
@@ -46,13 +62,28 @@ def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> lis
         for part in PARTS:
             pair[part] = [_name_calls(message, str(tokenizer.chat_template)) for message in pair[part]]
         prompt, chosen, rejected = (pair[part] for part in PARTS)
+        is_prefill = prompt[-1]["role"] == "assistant" and "assistant" in (chosen[0]["role"], rejected[0]["role"])
+        opening = {"continue_final_message": True} if is_prefill else {"add_generation_prompt": True}
         render = make_renderer(pair, tokenizer)
-        return [render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)]
+        texts = [render(prompt, **opening), *(render(join_turns(prompt, side)) for side in (chosen, rejected))]
     except TemplateSyntaxError as error:
         where = f"model_name_or_path {tokenizer.name_or_path}: its chat template, line {error.lineno}"
         raise UserError(f"{where}: {error}") from error
-    except REFUSALS:
-        return None
+    except REFUSALS as error:
+        return f"refused: {' '.join(str(error).split())[:200]}"
+    has_calls = any(prompt[-1].get(key) for key in CALL_KEYS)
+    if is_prefill and (has_calls or not all(text.startswith(texts[0]) for text in texts)):
+        return "prefill"
+    return texts
+
+
+def join_turns(prompt: list[dict[str, Any]], response: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Both as one conversation; an assistant turn at the end of the prompt is continued by one of the response."""
+    last = prompt[-1]
+    first = response[0]
+    if not last["role"] == first["role"] == "assistant":
+        return prompt + response
+    return [*prompt[:-1], last | first | {"content": last["content"] + first["content"]}, *response[1:]]
 
 
 def _name_calls(message: dict[str, Any], template: str) -> dict[str, Any]:
@@ -66,23 +97,48 @@ def _name_calls(message: dict[str, Any], template: str) -> dict[str, Any]:
     return message
 
 
-def find_ignored(pair: dict[str, Any], template: str) -> list[str]:
-    """The keys of IGNORED for tools and calls of a rendered pair that the chat template never mentions."""
+def find_unprinted(pair: dict[str, Any], texts: list[str]) -> set[str]:
+    """`key:part` for each key of messages, and for tools, with a text that the rendered `texts` lack."""
+    found: set[str] = set()
     if isinstance(pair["prompt"], str):
-        return []
-    ignored = []
-    if "tools" in json.loads(pair.get("template") or "{}") and "tools" not in template:
-        ignored.append("tools")
-    messages = [message for part in PARTS for message in pair[part]]
-    if any(message.get(key) and key not in template for message in messages for key in CALL_KEYS):
-        ignored.append("tool_calls")
-    return ignored
+        return found
+    for tool in json.loads(pair.get("template") or "{}").get("tools") or []:
+        function = tool.get("function", tool)
+        if not all(is_printed(function.get(key), texts[0]) for key in ("name", "description")):
+            found.add("tools:prompt")
+    for part, text in zip(PARTS, texts, strict=True):
+        before = "" if part == "prompt" else texts[0]
+        if not text.startswith(before):  # the generation prompt may open a thought
+            before = before[: common_prefix_length(before, text)]
+        for message in pair[part]:
+            is_history = part == "prompt" and message["role"] == "assistant"
+            missing = [key for key in message.keys() - LABELS if not is_printed(message[key], text, before)]
+            found |= {f"{''.join(key.split())}:{HISTORY if is_history else part}" for key in missing}
+    return found
+
+
+def is_printed(value: Any, rendered: str, before: str = "") -> bool:
+    """Whether a rendered text has all texts in a value of JSON, after its beginning `before`."""
+    if isinstance(value, dict):
+        return all(is_printed(value[key], rendered, before) for key in value.keys() - LABELS)
+    if isinstance(value, list):
+        return all(is_printed(item, rendered, before) for item in value)
+    text = value.strip() if isinstance(value, str) else ""
+    if not text or rendered.count(text) > before.count(text):
+        return True
+    # Templates write texts as JSON, and change tags and white space, as a rule around thoughts
+    forms = [text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]]
+    rendered, before, *forms = ("".join(each.split()) for each in (rendered, before, *forms))
+    if any(rendered.count(form) > before.count(form) for form in forms):
+        return True
+    parts = re.split("<[^<>]*>", text)
+    return len(parts) > 1 and all(is_printed(part, rendered, before) for part in parts)
 
 
 def list_texts(pair: dict[str, Any], eos: str) -> list[str]:
     """Texts written by users or models: messages with their calls, or plain text without the EOS of a response."""
     if isinstance(pair["prompt"], str):
-        return [pair["prompt"], pair["chosen"].removesuffix(eos), pair["rejected"].removesuffix(eos)]
+        return [pair["prompt"], *(pair[side].rstrip().removesuffix(eos) for side in ("chosen", "rejected"))]
     return [json.dumps(pair[part], ensure_ascii=False) for part in PARTS]
 
 
@@ -100,7 +156,7 @@ def find_tool_results(
         text = texts[1 + side]
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         token_begins = [begin for begin, _ in offsets]
-        messages = pair["prompt"] + pair[part]
+        messages = join_turns(pair["prompt"], pair[part])
         end = 0
         for is_result, turns in itertools.groupby(messages, key=lambda message: message["role"] in TOOL_ROLES):
             begin = end

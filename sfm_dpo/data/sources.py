@@ -1,4 +1,4 @@
-"""Rows of preference data as they are stored: from a dataset on the Hub, or from local JSON and Parquet files."""
+"""Rows of preference data as they are stored: on the Hub, in JSON and Parquet files, in folders of `save_to_disk`."""
 
 import glob
 import json
@@ -11,7 +11,7 @@ from unittest import mock
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset, DatasetInfo, Features, Value, load_dataset
+from datasets import Dataset, DatasetInfo, Features, Value, load_dataset, load_from_disk
 from datasets.builder import Key
 from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
@@ -50,13 +50,14 @@ def load_rows(
     data_dir: str | None = None,
     data_files: Any = None,
 ) -> Dataset:
-    """All rows and columns of a split, from a local .json/.jsonl/.parquet file, a folder of such files, or a Hub id;
-    the arguments are those of `datasets.load_dataset`. Raises UserError for what cannot be read."""
+    """All rows and columns of a split, from a local .json/.jsonl/.parquet file, a folder of such files or of
+    `save_to_disk`, or a Hub id; the arguments are those of `datasets.load_dataset`, and `name` may be a subfolder.
+    Raises UserError for what cannot be read."""
     local = Path(path).expanduser()
     if os.path.exists(local):  # Path.exists would raise in a folder without permission
-        if given := name or data_dir or data_files:
+        if given := data_dir or data_files:
             raise UserError(f"dataset_name {path}: a local file or folder has no {given}; remove it")
-        return _load_local(local, split)
+        return _load_local(local, split, name)
     if local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder; check the path")
     offline = "if this machine has no network, run scripts/prefetch.py on one that has"
@@ -85,7 +86,18 @@ def _load_any(*args: Any, **options: Any) -> Any:
             raise error.__cause__ or error from None
 
 
-def _load_local(path: Path, split: str) -> Dataset:
+def _load_local(path: Path, split: str, name: str | None) -> Dataset:
+    readme = path / "README.md"
+    has_configs = readme.is_file() and "\nconfigs:" in readme.read_text()  # which choose the files themselves
+    if name and not has_configs:
+        if not (path / name).is_dir():
+            raise UserError(f"dataset_config {name}: is neither in the README.md nor a folder of {path}; remove it")
+        return _load_local(path / name, split, None)
+    if any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        with user_input(f"dataset_name {path}: cannot be read", f"check that it is complete and has a split {split}"):
+            saved = load_from_disk(path)
+            splits = saved if isinstance(saved, dict) else {"train": saved}
+            return splits[split]
     files = [path]
     if path.is_dir():
         visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
@@ -98,26 +110,29 @@ def _load_local(path: Path, split: str) -> Dataset:
     for file in files:
         if not os.access(file, os.R_OK):
             raise UserError(f"dataset_name {file}: cannot be read; check its permissions")
-    with user_input(f"dataset_name {path}: cannot be read", "check that it is complete and has rows of this split"):
+    with user_input(f"dataset_name {path}: cannot be read", "check dataset_config, and that this split has rows"):
         if path.is_dir():
-            _check_splits(path, files)
-            return _load_any(str(path.resolve()), split=split)
+            if not has_configs:
+                _check_splits(path, files)
+            return _load_any(str(path.resolve()), name, split=split)
         name = glob.escape(str(path.absolute()))  # datasets would read [ ] ? * as a pattern
         return _load_any(formats.pop(), data_files=[name], split=split)
 
 
 def _check_splits(folder: Path, files: list[Path]) -> None:
     """Raises UserError for a file that `datasets` would leave out: if the name of one file tells a split, files whose
-    names tell none are in no split. The README of a Hub dataset may choose the files itself."""
-    readme = folder / "README.md"
-    if readme.is_file() and "\nconfigs:" in readme.read_text():
-        return
+    names tell none are in no split. Also for a split with files in several folders, which `datasets` would mix."""
     place = str(folder.resolve())
     splits = DataFilesDict.from_patterns(get_data_patterns(place), base_path=place)
     used = {Path(file).resolve() for names in splits.values() for file in names}
     if unused := [file for file in files if file.resolve() not in used]:
         found = f"is in none of the splits that the names of the files tell ({', '.join(map(str, splits))})"
         raise UserError(f"dataset_name {unused[0]}: {found}; rename the files, or give each on its own")
+    for names in splits.values():
+        folders = sorted({str(Path(file).parent.relative_to(place)) for file in names})
+        if len(folders) > 1 and "." not in folders:
+            found = f"its rows are in several folders ({', '.join(folders)})"
+            raise UserError(f"dataset_name {folder}: {found}; set dataset_config to one, or list them in datasets")
 
 
 class JsonRows(Json):

@@ -1,10 +1,12 @@
 """Tokenization: preference pairs to prompt_ids, chosen_ids and rejected_ids, batched, parallel and cached on disk.
 
 The ids are those of TRL's own preparation (`DPOTrainer._prepare_dataset`), which tokenises one row at a time and
-whose cache key covers every training argument.
+whose cache key covers every training argument. Two differ: a prompt that ends in an assistant turn is continued by the
+response, where TRL begins another turn; and plain text gets one BOS and one EOS, where TRL repeats those in the text.
 """
 
 import dataclasses
+import datetime
 import itertools
 import json
 import logging
@@ -22,20 +24,27 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
-from sfm_dpo.common.distributed import gather, main_process_first
+from sfm_dpo.common.distributed import gather, main_process_first, on_main_process
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config.checks import read_eval_sets
 from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import PARTS, Pairs, TokenPairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs
-from sfm_dpo.data.rendering import REFUSALS, find_ignored, find_tool_results, list_texts, render_pair
+from sfm_dpo.data.rendering import (
+    REFUSALS,
+    find_tool_results,
+    find_unprinted,
+    frozen_clock,
+    list_texts,
+    render_pair,
+)
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.model.loading import load_model_config
 
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
 # span or a drop reason.
-TOKENS_VERSION = 10
+TOKENS_VERSION = 11
 # Rows per tokenizer call: it needs about 300 bytes per token besides the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 _TOKENS = Features(
@@ -46,7 +55,7 @@ _TOKENS = Features(
     | {"masked": List(List(Value("int32")))}  # spans of tool results: side (0 chosen, 1 rejected), first id, end
     | {"prompt_trimmed": Value("int32")}  # tokens cut from the prompt's end, where prompt+response diverges
     | {"source": Value("string"), "row": Value("int64"), "dropped": Value("string")}
-    | {"ignored": Value("string")}  # keys of IGNORED
+    | {"ignored": Value("string")}  # as pairs.IGNORED says
 )
 
 log = logging.getLogger(__name__)
@@ -110,13 +119,15 @@ def check_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         raise UserError(f"ref_model_name_or_path {name}: its chat template differs; copy the policy's into its folder")
 
 
-def load_data(config: Config) -> tuple[TokenPairs, PreTrainedTokenizerBase]:
-    """The pairs of a run, the same on all ranks, and its tokenizer. All ranks must call it. Raises UserError for data
-    that the model cannot take."""
+def load_data(config: Config, recorded_date: str | None = None) -> tuple[TokenPairs, PreTrainedTokenizerBase]:
+    """The pairs of a run, the same on all ranks, and its tokenizer. `recorded_date`: `template_date` of
+    the run to resume. All ranks must call it. Raises UserError for data that the model cannot take."""
     tokenizer = load_tokenizer(config)
     if config.train.ref_model_name_or_path:
         check_reference(config, tokenizer)
-    pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
+    given_date = config.train.template_date or recorded_date
+    date = on_main_process(lambda: choose_date(tokenizer, given_date))  # the same on all ranks at midnight, too
+    pairs = main_process_first(lambda: load_token_pairs(config, tokenizer, date))
     model_configs = [load_model_config(part).get_text_config() for part in config.parts]
     for tokens in pairs.splits.values():
         check_vocabulary(tokens, tokenizer, model_configs[0].vocab_size)
@@ -130,16 +141,30 @@ def load_data(config: Config) -> tuple[TokenPairs, PreTrainedTokenizerBase]:
     return pairs, tokenizer
 
 
-def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> TokenPairs:
-    """The pairs of a run as token ids: train and eval split, and the sets of eval_datasets. Raises UserError for data
-    that cannot be used."""
+def choose_date(tokenizer: PreTrainedTokenizerBase, date: str | None) -> str | None:
+    """The date (YYYY-MM-DD) that the chat template prints as today's; None if it prints none. `date`: the one that was
+    set, or that of the run to resume. Raises UserError if it is not a date."""
+    if "strftime_now" not in str(tokenizer.chat_template):
+        return None
+    with user_input(f"template_date {date}", "write it as YYYY-MM-DD"):
+        day = datetime.date.fromisoformat(date) if date else datetime.date.today()
+    log.info(f"the chat template prints today's date: {day} in all pairs of this run (template_date chooses another)")
+    return day.isoformat()
+
+
+def load_token_pairs(
+    config: Config, tokenizer: PreTrainedTokenizerBase, template_date: str | None = None
+) -> TokenPairs:
+    """The pairs of a run as token ids: train and eval split, and the sets of eval_datasets. `template_date`: from
+    choose_date, if another run or process has called it. Raises UserError for data that cannot be used."""
     args = config.train
-    pairs = _tokenize_for_training(load_pairs(config), args, tokenizer)
+    date = template_date or choose_date(tokenizer, args.template_date)
+    pairs = _tokenize(load_pairs(config), args, tokenizer, date)
     eval_sets = {}
     for name, entry in read_eval_sets(args.eval_datasets).items():
         try:
             texts = read_pairs([DatasetConfig(**entry)], args.dataset_num_proc)
-            tokens = _tokenize_for_training(texts, args, tokenizer)
+            tokens = _tokenize(texts, args, tokenizer, date)
         except UserError as error:
             raise UserError(f"eval_datasets {name}: {error}") from error
         if tokens.dropped_rows:
@@ -148,11 +173,11 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> Toke
     return dataclasses.replace(pairs, splits=pairs.splits | eval_sets)
 
 
-def _tokenize_for_training(texts: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TokenPairs:
+def _tokenize(texts: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase, date: str | None) -> TokenPairs:
     texts.check_dropped(args.max_dropped_fraction)
     names = "max_length max_prompt_length overlong mask_tool_results".split()
     fields = {name: getattr(args, name) for name in names}
-    pairs = tokenize_splits(texts, tokenizer, num_proc=args.dataset_num_proc, **fields)
+    pairs = tokenize_splits(texts, tokenizer, num_proc=args.dataset_num_proc, template_date=date, **fields)
     pairs.check_dropped(args.max_dropped_fraction)
     # Flattened here: otherwise every rank would rewrite the rows when the trainer adds columns
     # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: rewrites even a flat dataset, and no public
@@ -163,17 +188,19 @@ def _tokenize_for_training(texts: Pairs, args: TrainConfig, tokenizer: PreTraine
 
 def tokenize_splits(texts: Pairs, tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenPairs:
     """Each split as token ids; `options` are those of tokenize_pairs."""
-    if tokenizer.chat_template and isinstance(texts.train[0]["prompt"], str):
-        log.warning(
-            f"dataset_name {', '.join(texts.sources)}: plain text is trained without the model's chat template; "
-            'to use it, write each prompt as [{"role": "user", "content": "..."}]'
-        )
     splits = {}
     dropped = list(texts.dropped_rows)
     for name, split in texts.splits.items():
         splits[name], unusable = tokenize_pairs(split, tokenizer, **options)
         dropped += unusable
-    return TokenPairs(splits, texts.sources, texts.rows, dropped, texts)
+    pairs = TokenPairs(splits, texts.sources, texts.rows, dropped, texts, options.get("template_date"))
+    if tokenizer.chat_template and isinstance(texts.train[0]["prompt"], str):
+        advice = 'to use it, write each prompt as [{"role": "user", "content": "..."}]'
+        if pairs.control_tokens > len(pairs.train) / 2:
+            advice = "it has special tokens, as if rendered already, and gets one BOS and one EOS"
+        where = f"dataset_name {', '.join(texts.sources)}"
+        log.warning(f"{where}: plain text is trained without the model's chat template; {advice}")
+    return pairs
 
 
 @explain_cache_errors()
@@ -185,22 +212,25 @@ def tokenize_pairs(
     num_proc: int | None = None,
     overlong: str = "truncate",
     mask_tool_results: bool = True,
+    template_date: str | None = None,
 ) -> tuple[Dataset, list[dict[str, Any]]]:
     """The columns of _TOKENS except `dropped` for `pairs` (preferences.py), and the unusable rows, as in
     Pairs.dropped_rows.
 
     A second call with the same pairs and tokenizer reads the cache, whatever the lengths. TRL's collator truncates to
     `max_length`; here it only drops pairs whose prompt fills it or, with `overlong` drop, all longer pairs.
+    `template_date`: see choose_date.
     """
     log.info(f"tokenizing {len(pairs):,} pairs")
     # Replaces datasets' own key, which hashes the tokenizer's state, and that changes with use.
     versions = (TOKENS_VERSION, transformers.__version__, datasets.__version__)
-    key = (pairs._fingerprint, tokenizer_key(tokenizer), versions, mask_tool_results)
+    key = (pairs._fingerprint, tokenizer_key(tokenizer), versions, mask_tool_results, template_date)
+    options = {"tokenizer": tokenizer, "mask_tool_results": mask_tool_results, "template_date": template_date}
     tokens = pairs.map(
         _tokenize_batch,
         batched=True,
         batch_size=BATCH_ROWS,
-        fn_kwargs={"tokenizer": tokenizer, "mask_tool_results": mask_tool_results},
+        fn_kwargs=options,
         remove_columns=pairs.column_names,
         features=_TOKENS,
         num_proc=num_proc,
@@ -250,7 +280,7 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _tokenize_batch(
-    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, mask_tool_results: bool
+    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, mask_tool_results: bool, template_date: str | None
 ) -> dict[str, list]:
     pairs = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -258,23 +288,34 @@ def _tokenize_batch(
     rows = []
     for is_text, neighbours in itertools.groupby(pairs, key=lambda pair: isinstance(pair["prompt"], str)):
         group = list(neighbours)
-        texts = [render_pair(pair, tokenizer) for pair in group]
-        flat = [text for sides in texts for text in sides or ("", "", "")]
-        # Plain text gets the tokenizer's special tokens; a rendered chat template already has them.
-        ids = tokenizer(flat, add_special_tokens=is_text, return_attention_mask=False)["input_ids"]
+        with frozen_clock(template_date):
+            texts = [render_pair(pair, tokenizer) for pair in group]
+        flat = [text for sides in texts for text in (("", "", "") if isinstance(sides, str) else sides)]
+        ids = tokenizer(flat, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        if is_text:  # a rendered chat template already has the special tokens
+            first = tokenizer("a", add_special_tokens=False)["input_ids"][0]
+            with_special = tokenizer("a")["input_ids"]
+            bos = with_special[: with_special.index(first)]
+            ids = [sequence if sequence[: len(bos)] == bos else bos + sequence for sequence in ids]
         for n, pair in enumerate(group):
             row = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": pair.get("source"), "row": pair.get("row")}
             row["control_tokens"] = any(map(control_tokens.search, list_texts(pair, tokenizer.eos_token)))
-            row["ignored"] = " ".join([*find_ignored(pair, str(tokenizer.chat_template)), pair.get("ignored", "")])
+            row["ignored"] = pair.get("ignored", "")
+            rows.append(row)
             rendered = texts[n]
-            if rendered is None:
-                row["dropped"] = "malformed"
-            elif mask_tool_results and not is_text:
+            if isinstance(rendered, str):
+                row["dropped"] = rendered
+                continue
+            unprinted = find_unprinted(pair, rendered)
+            row["ignored"] = " ".join([*sorted(unprinted), row["ignored"]])
+            if row["dropped"] and any(kind.endswith((":chosen", ":rejected")) for kind in unprinted):
+                row["dropped"] = "not_printed"
+            if mask_tool_results and not is_text:
                 try:
-                    row["masked"] = find_tool_results(pair, rendered, row["prompt_length"], tokenizer)
+                    with frozen_clock(template_date):
+                        row["masked"] = find_tool_results(pair, rendered, row["prompt_length"], tokenizer)
                 except (*REFUSALS, NotImplementedError):
                     row["dropped"] = row["dropped"] or "tool_results"
-            rows.append(row)
     return {name: [row[name] for row in rows] for name in _TOKENS}
 
 

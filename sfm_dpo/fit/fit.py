@@ -49,7 +49,7 @@ def first_facts(config: Config, pairs: TokenPairs, before: Before) -> RunFacts:
     """The facts of a start, before its model is loaded: with the settings of the run that it resumes or, where those
     cannot be kept, provisional ones. All ranks must call it. Raises UserError if the checkpoint is another run's."""
     args = config.train
-    facts = replace(state_facts(config, pairs.train), counts=pairs.as_dict())
+    facts = replace(state_facts(config, pairs.train), counts=pairs.as_dict(), template_date=pairs.template_date)
     assert facts.settings
     kept = keep_settings(config, facts.settings, before)
     if kept:

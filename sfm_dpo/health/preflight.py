@@ -19,7 +19,7 @@ from sfm_dpo.common.files import format_table, write_json
 from sfm_dpo.config.checks import main_loss
 from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.pairs import describe_ignored
+from sfm_dpo.data.pairs import HISTORY, describe_ignored
 from sfm_dpo.data.rendering import compare_sides, tabulate_sides
 from sfm_dpo.health.preflight_rules import Figure, compute_pair_figures, exact, format_finding, judge_base_model
 from sfm_dpo.run.folder import PREFLIGHT
@@ -85,7 +85,8 @@ def inspect_model(trainer, rows: list[dict]) -> dict[str, Figure]:
     eos = {trainer.processing_class.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
     figures = inspect_tokens(rows, Lengths.of(dataset), eos, trainer.args.max_length)
     figures["rope_layers"] = exact(count_wrong_rope_layers(model.config.get_text_config()))
-    figures["ignored"] = exact(float(np.mean([bool(kinds.strip()) for kinds in dataset["ignored"][:]])))
+    unseen = [any(not kind.endswith(HISTORY) for kind in kinds.split()) for kinds in dataset["ignored"][:]]
+    figures["ignored"] = exact(float(np.mean(unseen)))
     figures["control_tokens"] = exact(float(np.mean(dataset["control_tokens"][:])))
     return figures
 
@@ -109,7 +110,7 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
     verdict, findings = judge_base_model(figures, loss_type)
     for finding in findings:
         if finding["rule"] == "ignored":
-            finding["what"] = "; ".join(describe_ignored(dataset))
+            finding["what"] = "; ".join(describe_ignored(dataset).values())
     reasons = [format_finding(finding) for finding in findings]
 
     sources = np.array(dataset["source"][:], dtype=object)[judged]

@@ -16,10 +16,10 @@ from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.pairs import DROP_REASONS, describe_ignored
+from sfm_dpo.data.pairs import HISTORY, TokenPairs, describe_ignored
 from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.rendering import compare_sides, tabulate_sides
-from sfm_dpo.data.tokenization import load_tokenizer, tokenize_splits
+from sfm_dpo.data.tokenization import choose_date, load_tokenizer, tokenize_splits
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config, meta_model
 from sfm_dpo.planning.length_advice import PERCENTILES, analyze_lengths
@@ -41,6 +41,7 @@ def analyze_dataset(
     loaded.check_dropped(limit=1.0)  # unusable rows stop training, but are reported here
     # Split by split, as in training, because the cache is keyed by the fingerprint of each
     options: dict[str, Any] = {"num_proc": args.dataset_num_proc, "mask_tool_results": args.mask_tool_results}
+    options["template_date"] = choose_date(tokenizer, args.template_date)
     pairs = tokenize_splits(loaded, tokenizer, **options)
     if dropped_file:
         pairs.write_dropped(dropped_file)
@@ -76,11 +77,11 @@ def analyze_dataset(
             f"\nWith overlong: truncate, {best['cut']['chosen']:,} chosen and {best['cut']['rejected']:,} rejected "
             f"answers lose their end. With overlong: drop, {best['overlong']:,} pairs are left out."
         )
-    result["findings"] = _list_findings(result, texts, tokens)
+    result["findings"] = _list_findings(result, texts, tokens, pairs)
     return result
 
 
-def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> list[dict[str, str]]:
+def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pairs: TokenPairs) -> list[dict[str, str]]:
     """Findings to read before training, each {"level": "warning" or "note", "text"}; `result`: the analysis so far."""
     findings = []
 
@@ -98,7 +99,7 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> l
     add("warning", no_signal, "pairs are identical on both sides after truncation and teach nothing: raise max_length")
     repeated_pairs = len(texts) - len(set(texts["pair_key"]))
     add("warning", repeated_pairs, "pairs are exact repeats of earlier ones: set drop_duplicates to pairs")
-    text = "pairs contain special tokens, which act like the template's own: filter_script removes them"
+    text = "pairs contain special tokens, which act like the template's own: unless rendered, remove by filter_script"
     add("warning", result["control_tokens"], text)
     text = (
         "prompts are not a token prefix of prompt+response; their tokens after the shared ones are left out: compare "
@@ -108,10 +109,10 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> l
     repeated_prompts = len(texts) - len(set(texts["prompt_key"])) - repeated_pairs
     text = "pairs have the prompt of an earlier pair but other responses: drop_duplicates: prompts removes them"
     add("note", repeated_prompts, text)
-    findings += [{"level": "warning", "text": text} for text in describe_ignored(tokens)]
-    for reason, count in result["dropped"].items():
-        text = f"of {result['rows']:,} rows dropped: {DROP_REASONS[reason]}: --dropped FILE lists them"
-        add("note", count, text)
+    for kind, text in describe_ignored(tokens).items():
+        findings.append({"level": "note" if kind.endswith(HISTORY) else "warning", "text": text})
+    for reason, count in pairs.dropped.items():
+        add("note", count, f"of {pairs.rows:,} rows dropped: {pairs.explain(reason)}; --dropped FILE lists them")
     return findings
 
 

@@ -47,6 +47,7 @@ class RunFacts:
     launch: str = ""  # ZeRO-2, ZeRO-3, FSDP2 or `whole weights`
     counts: dict[str, Any] = field(default_factory=dict)  # of rows and pairs (TokenPairs.as_dict)
     train_tokens: str = ""  # hash of the token ids
+    template_date: str | None = None  # which the chat template prints as today's
     order: list[str] = field(default_factory=list)  # hash of each epoch's order of the pairs
     order_version: int = 0
     is_balanced: bool = False  # a mixture of experts whose balancing loss depends on the micro-batch

@@ -314,6 +314,27 @@ def test_the_readme_of_a_copy_chooses_its_files(write_rows, tmp_path):
     configs = "[{config_name: a, default: true, data_files: first/*}, {config_name: b, data_files: second.jsonl}]"
     (tmp_path / "copy" / "README.md").write_text(f"---\nconfigs: {configs}\n---\n# Pairs\n")
     assert len(load(tmp_path / "copy").train) == 3
+    assert len(load(tmp_path / "copy", "--dataset_config", "b").train) == 2
+
+
+def test_a_folder_of_save_to_disk_and_of_several_configurations(write_rows, tmp_path):
+    rows = [Dataset.from_list(numbered(n, f"s{n}")) for n in (3, 2)]
+    for name, part in zip(("saved/a", "saved/b"), rows, strict=True):
+        part.save_to_disk(tmp_path / name)
+    datasets.DatasetDict(train=rows[0], test=rows[1]).save_to_disk(tmp_path / "splits")
+    assert prompts(load(tmp_path / "saved/a").train) == ["s30", "s31", "s32"]
+    assert prompts(load(tmp_path / "saved", "--dataset_config", "b").train) == ["s20", "s21"]
+    assert prompts(load(tmp_path / "splits", "--dataset_train_split", "test").train) == ["s20", "s21"]
+    with pytest.raises(UserError, match=r"a: cannot be read: KeyError: 'test'; .* has a split test"):
+        load(tmp_path / "saved/a", "--dataset_train_split", "test")
+    for name in ("a/train.jsonl", "b/train.jsonl"):
+        write_rows(f"d/{name}", numbered(2, name[0]))
+    for folder in ("d", "saved"):
+        with pytest.raises(UserError, match=rf"{folder}: its rows are in several folders \(a, b\); set dataset_conf"):
+            load(tmp_path / folder)
+    assert prompts(load(tmp_path / "d", "--dataset_config", "b").train) == ["b0", "b1"]
+    with pytest.raises(UserError, match="dataset_config law: is neither in the README"):
+        load(tmp_path / "d", "--dataset_config", "law")
 
 
 def test_a_folder_is_the_sum_of_its_files_but_not_of_hidden_ones(write_rows, tmp_path):

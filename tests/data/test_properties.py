@@ -63,7 +63,8 @@ def predict_outcome(prompt: str, chosen: str, rejected: str, end: str) -> str | 
         return "chosen_equals_rejected"
     if not chosen.strip() or not rejected.strip():
         return "empty_response"
-    return prompt, *(text if end == IM_END and text.endswith(end) else text + end for text in (chosen, rejected))
+    has_end = end == IM_END  # plain text may hold the EOS
+    return prompt, *(t if has_end and t.rstrip().endswith(end) else t + end for t in (chosen, rejected))
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 import importlib.resources
 import json
+from datetime import date
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ from sfm_dpo.data.tokenization import (
     tokenize_pairs,
     tokenize_splits,
 )
-from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, EOS, IM_END, IM_START, tiny_tokenizer
 from tests.toolbox import assistant, config_of, read_pairs, user, with_tool
 
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -125,7 +126,7 @@ def test_tools_and_template_arguments_of_a_row_reach_the_template(write_rows):
     pairs = read_pairs(write_rows("half.jsonl", rows), "--max_dropped_fraction", 0.5)
     assert pairs.dropped == {"malformed": 1}
     tokens, [dropped] = tokenize_pairs(pairs.train, tokenizer, None)
-    assert len(tokens) == 2 and (dropped["row"], dropped["reason"]) == (4, "malformed")
+    assert len(tokens) == 2 and (dropped["row"], dropped["reason"]) == (4, "refused")
 
 
 def test_what_training_does_not_see_is_counted_with_its_first_row(write_rows):
@@ -136,14 +137,12 @@ def test_what_training_does_not_see_is_counted_with_its_first_row(write_rows):
     rows[4]["prompt"] = [{"role": "user", "content": "long " * 100}]
     path = write_rows("pairs.jsonl", rows)
     tokens, _ = tokenize_pairs(read_pairs(path).train, tokenizer_with(CHAT_TEMPLATE), max_prompt_length=300)
-    assert describe_ignored(tokens) == [
-        f"1 pairs have tools that the chat template does not print, first in row 2 of {path}",
-        f"1 pairs have tool calls that the chat template does not print, first in row 4 of {path}",
-        f"1 pairs have a column system, which is not read; make it a message of the prompt, first in row 3 of {path}",
+    assert list(describe_ignored(tokens).values()) == [
         f"1 pairs lose the beginning of their prompt by max_prompt_length, first in row 5 of {path}",
+        f"1 pairs have a column system, which is not read; make it a message of the prompt, first in row 3 of {path}",
+        f"1 pairs have tool_calls in chosen that the chat template does not print, first in row 4 of {path}",
+        f"1 pairs have tools in prompt that the chat template does not print, first in row 2 of {path}",
     ]
-    printing = tokenizer_with("{% if tools and tool_calls %}{% endif %}" + CHAT_TEMPLATE)
-    assert len(describe_ignored(tokenize_pairs(read_pairs(path).train, printing)[0])) == 1  # the system column
 
 
 def test_longer_pairs_are_truncated_or_dropped(stored, monkeypatch):
@@ -194,7 +193,8 @@ def test_what_a_template_refuses_trims_or_makes_equal_is_counted():
         tokens, _ = tokenize_pairs(pairs_of(conversation), tokenizer_with(template), None)
         assert set(tokens["prompt_trimmed"]) == {trimmed}
     tokens, dropped = tokenize_pairs(pairs_of(conversation), tokenizer_with(NO_SYSTEM), None)
-    assert len(tokens) == 6 and [row["reason"] for row in dropped] == ["malformed"] * 6
+    assert len(tokens) == 6
+    assert [(row["reason"], row["detail"]) for row in dropped] == [("refused", "no system role")] * 6
     trimming = CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim")
     row = {"prompt": [user("q")], "chosen": [assistant("a ")], "rejected": [assistant("a")]}
     pairs = Dataset.from_list([row | {"source": "t"}])
@@ -341,11 +341,124 @@ def test_calls_and_thoughts_reach_the_templates_of_models(write_rows, template, 
     tokenizer = tokenizer_with(template)
     tokens, dropped = tokenize_pairs(pairs, tokenizer, None)
     if expected is None:
-        assert [row["reason"] for row in dropped] == ["malformed"]
+        assert [row["reason"] for row in dropped] == ["refused"]
     else:
         assert expected in tokenizer.decode(tokens[0]["prompt_ids"] + tokens[0]["chosen_ids"])
         prompt = tokenizer.decode(tokens[0]["prompt_ids"])
         assert template is not SMOLLM3 or '<tools>{"name": "add", "description": null}</tools>' in prompt
+
+
+R1 = trl_template("deepseek_r1_distill")  # which prints neither thoughts nor calls beside text
+THOUGHT = assistant("<think>because</think>yes")
+CALLING = assistant("", tool_calls=[{"id": "7f3", "function": {"name": "add", "arguments": {"x": 'a "b"\n'}}}])
+QUOTED = {"role": "tool", "content": 'five "5"', "name": "add", "tool_call_id": "7f3"}
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "chosen", "found"),
+    [
+        (CHAT_TEMPLATE, [], [THOUGHT], ""),
+        (R1, [], [THOUGHT], "content:chosen"),
+        (R1, [], [CALLING], "tool_calls:chosen"),
+        (
+            R1,
+            [user("yes?"), THOUGHT],
+            [assistant("yes")],
+            "content:earlier_turns",
+        ),  # and the user's yes is not chosen's
+        (CHAT_TEMPLATE, [], [assistant("yes", why=[{"text": "because"}])], "why:chosen"),
+        (CHAT_TEMPLATE, [user("hi") | {"name": "Zoë"}], [assistant("yes", n=1, id="7f3")], "name:prompt"),
+        (NO_SYSTEM.replace("raise_exception('no system role')", "''"), [], [THOUGHT], ""),
+        # What templates print in their own way: other white space, JSON, the reasoning under another name
+        (trl_template("qwen3"), [], [THOUGHT], ""),
+        (trl_template("qwen3"), [user("hi"), THOUGHT], [THOUGHT], "content:earlier_turns"),
+        (trl_template("gptoss"), [], [assistant("yes", reasoning="because")], ""),
+        (trl_template("llama3_1"), [], [CALLING, QUOTED, assistant("yes")], ""),
+        (trl_template("glm4moe"), [], [CALLING, QUOTED, assistant("yes")], ""),
+    ],
+)
+def test_what_the_template_does_not_print_is_found_in_what_it_printed(write_rows, template, prompt, chosen, found):
+    row = {"prompt": [*prompt, user("q")], "chosen": chosen, "rejected": [assistant("no")]}
+    pairs = read_pairs(write_rows("pairs.jsonl", [row])).train
+    [tokens] = tokenize_pairs(pairs, tokenizer_with(template), mask_tool_results=False)[0]
+    assert tokens["ignored"].strip() == found
+
+
+def test_sides_that_differ_in_what_is_not_printed_have_a_reason_of_their_own():
+    row = {"prompt": [user("q")], "chosen": [THOUGHT], "rejected": [assistant("<think>so</think>yes")], "source": "s"}
+    pairs = Dataset.from_list([row])
+    assert [row["reason"] for row in tokenize_pairs(pairs, tokenizer_with(R1))[1]] == ["not_printed"]
+    assert len(tokenize_pairs(pairs, tokenizer_with())[0]) == 1
+
+
+# Prompts that end in an assistant turn
+PREFILL = {"prompt": [user("q"), assistant("It is ")], "chosen": [assistant("Rome ")], "rejected": [assistant("no")]}
+GEMMA = "<start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\nIt is"
+
+
+@pytest.mark.parametrize(
+    ("template", "change", "expected"),
+    [
+        (CHAT_TEMPLATE, {}, (f"{IM_START}user\nq{IM_END}\n{IM_START}assistant\nIt is ", f"Rome {IM_END}\n")),
+        (trl_template("gemma"), {}, (GEMMA, " Rome<end_of_turn>\n")),
+        (CHAT_TEMPLATE, {"prompt": [user("q"), CALLING]}, "prefill"),
+        (R1, {"chosen": [assistant("<think>so</think>Rome")]}, "prefill"),
+        (R1, {"prompt": [user("q"), assistant("<think>so</think>It")]}, "refused"),
+    ],
+)
+def test_a_prompt_that_ends_in_an_assistant_turn_is_continued(write_rows, template, change, expected):
+    pairs = read_pairs(write_rows("pairs.jsonl", [PREFILL | change])).train
+    tokenizer = tokenizer_with(template)
+    tokens, dropped = tokenize_pairs(pairs, tokenizer)
+    if isinstance(expected, str):
+        assert [row["reason"] for row in dropped] == [expected]
+    else:
+        prompt, chosen = (tokenizer.decode(tokens[0][f"{part}_ids"]) for part in ("prompt", "chosen"))
+        assert prompt.endswith(expected[0]) and chosen.startswith(expected[1])
+
+
+def test_the_turn_that_continues_a_prompt_may_call_a_tool():
+    [row] = tokenize_pairs(tool_pair(CALLS, [assistant("no")], assistant("Let me ")), tokenizer_with())[0]
+    first = row["masked"][0][1]
+    assert tiny_tokenizer().decode(row["chosen_ids"][:first]) == f"{CALLS[0]['content']}{IM_END}\n"
+
+
+@pytest.mark.parametrize("adds", ["bos", "eos", "both", "neither"])
+@pytest.mark.parametrize("rendered", [True, False])
+def test_plain_text_has_one_bos_and_one_eos(write_rows, caplog, adds, rendered):
+    """Whether the tokenizer adds them, the text has them, or both."""
+    tokenizer = tiny_tokenizer()
+    before = EOS if adds in ("bos", "both") else ""
+    after = IM_END if adds in ("eos", "both") else ""
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (before, after) if token]
+    processor = processors.TemplateProcessing(single=f"{before} $A {after}".strip(), special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = processor
+    row = {"prompt": f"{EOS}q {IM_START}", "chosen": f"yes{IM_END}\n", "rejected": f"no{IM_END}\n"}
+    if not rendered:
+        row = {"prompt": "q ", "chosen": "yes", "rejected": "no"}
+    tokens = tokenize_splits(read_pairs(write_rows("pairs.jsonl", [row])), tokenizer).train[0]
+    prompt, chosen = (tokenizer.decode(tokens[f"{part}_ids"]) for part in ("prompt", "chosen"))
+    assert prompt == (row["prompt"] if rendered else before + "q ")
+    assert chosen == (row["chosen"] if rendered else f"yes{IM_END}")
+    advice = "as if rendered already" if rendered else "to use it, write each prompt as"
+    assert advice in caplog.text and not tokens["prompt_trimmed"]
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE
+
+
+def test_the_date_of_a_template_is_that_of_the_runs_first_start(write_rows, tiny_folder, monkeypatch):
+    rows = [{k: v for k, v in conversation(i).items() if k != "source"} for i in range(4)]
+    argv = (write_rows("pairs.jsonl", rows), tiny_folder("llama"))
+    today = load_token_pairs(config_of(*argv), tokenizer_with(DATED))
+    assert today.template_date == today.as_dict()["template_date"] == date.today().isoformat()
+    resumed = load_token_pairs(config_of(*argv), tokenizer_with(DATED), "2026-03-01")
+    assert tokenizer_with().decode(resumed.train[0]["prompt_ids"]).startswith("01 Mar 2026<|im_start|>")
+    pinned = load_token_pairs(config_of(*argv, "--template_date", "2026-03-01"), tokenizer_with(DATED))
+    assert hash_tokens(pinned.train) == hash_tokens(resumed.train) != hash_tokens(today.train)
+    assert load_token_pairs(config_of(*argv, "--template_date", "2026-03-01"), tokenizer_with()).template_date is None
+    with pytest.raises(UserError, match=r"template_date March: .*; write it as YYYY-MM-DD"):
+        load_token_pairs(config_of(*argv, "--template_date", "March"), tokenizer_with(DATED))
 
 
 # As OLMo 3's: EOS ends the last turn alone, both kinds of results are the environment's.
@@ -425,3 +538,18 @@ def test_the_hash_is_another_where_tokens_are_masked_alone():
     for pairs, same in ((pairs_of(conversation), True), (tool_pair(CALLS, [assistant("no")]), False)):
         tokens = tokenize_pairs(pairs, tokenizer_with(), None)[0]
         assert (hash_tokens(tokens) == hash_tokens(tokens.remove_columns("masked"))) == same
+
+
+RECORDED = [  # with TOKENS_VERSION 10
+    (conversation, CHAT_TEMPLATE, False, "b26e88d4cd328862b84129a9e5072e69"),
+    (conversation, DEFAULT_SYSTEM, True, "0c05b7d1981ad53c4f78b6db71f8f954"),
+    (conversation, trl_template("qwen3"), False, "7fbccdc61e18fbe1beba06a99bcf761c"),
+    (text_pair, CHAT_TEMPLATE, False, "76481d5fb96fb41706b13ea898ebc855"),
+    (text_pair, CHAT_TEMPLATE, True, "2b9d86e91dcc4b20e50ff85ed5a1f288"),
+]
+
+
+@pytest.mark.parametrize(("make", "template", "bos", "digest"), RECORDED)
+def test_ordinary_rows_keep_their_hash(make, template, bos, digest):
+    """So that runs resume and reference caches are found."""
+    assert hash_tokens(tokenize_pairs(pairs_of(make), tokenizer_with(template, bos))[0]) == digest

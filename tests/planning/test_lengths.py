@@ -263,7 +263,7 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         "warning: 1 pairs are identical on both sides after truncation and teach nothing: raise max_length",
         "warning: 44 prompts are not a token prefix",
         "warning: 1 pairs contain special tokens",
-        "note: 1 of 47 rows dropped: chosen and rejected have different prompts: --dropped FILE lists them",
+        "note: 1 of 47 rows dropped: chosen and rejected have different prompts, first in row 46 of",
     ):
         assert sum(words in finding for finding in findings) == 1, (words, findings)
     with pytest.raises(UserError, match=r"no train pair is left of 1 rows \(1 x empty response"):

@@ -177,7 +177,7 @@ CASES = {
         (f"{ON}/other_size", "mlp", "has another shape"),
         (f"{ON}/tokenizer_noise", "cannot load a tokenizer", "utf-8"),
         (f"{CHATS}/template_syntax", "its chat template, line 1"),
-        (f"{CHATS}/template_refuses", "no train pair is left of 8 rows (8 x malformed"),
+        (f"{CHATS}/template_refuses", "no train pair is left of 8 rows (8 x cannot be rendered"),
         (f"{ON}/kernel", "config.json asks for the kernel evil/kernel, code from the Hub; remove it there"),
         (f"{TRAIN} --model_init_kwargs steps", "model_init_kwargs steps: give a mapping, such as {a: 1}"),
         (f"{ON}/weights_cut", "weights_cut: cannot be loaded: "),

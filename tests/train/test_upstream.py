@@ -349,6 +349,14 @@ def test_canary_datasets_json(tmp_path):
     assert loaded["content"][:] == [42, "Yes.", ["parts"]]
 
 
+def test_canary_template_clock():
+    """Which no argument sets: a function becomes text that cannot be called."""
+    with pytest.raises(TypeError, match="not callable"):
+        template = "{{ strftime_now('%Y') }}"
+        messages = [{"role": "user", "content": "q"}]
+        tiny_tokenizer().apply_chat_template(messages, template, tokenize=False, strftime_now=lambda form: "1999")
+
+
 COMMENT = re.compile(r"Upstream: \w+ [\d.]+, \S+, [^:]+: .+? Canary: (test_canary_\w+)")
 
 
