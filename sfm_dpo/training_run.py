@@ -26,7 +26,15 @@ from sfm_dpo.evaluation.eval_command import EvalCommand
 from sfm_dpo.hub.upload import push_finished
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_summary, write_report
-from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of, stop_is_for_good
+from sfm_dpo.run.checkpoint import (
+    clear_stop,
+    guard_horizon,
+    mark_complete,
+    newest_checkpoint,
+    rotate,
+    step_of,
+    stop_is_for_good,
+)
 from sfm_dpo.run.folder import (
     ERROR,
     EVALUATED,
@@ -42,6 +50,7 @@ from sfm_dpo.run.folder import (
     write_status,
 )
 from sfm_dpo.run.lock import Lease, take_folder
+from sfm_dpo.run.saved_model import find_model, list_files
 from sfm_dpo.run.start import Start, begin, list_open
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.fit_memory import explain_out_of_memory
@@ -60,7 +69,8 @@ class Run:
     """A run and its folder, which it owns until it ends; status.json and the report then say how it ended."""
 
     def __init__(self) -> None:
-        self.folder: Path | None = None  # output_dir, once this run may write into it
+        self.output_dir: Path | None = None
+        self.folder: Path | None = None  # output_dir, while this run may write its end into it
         self.progress = Progress()
         self.watchdog: Watchdog | None = None
         self.lease: Lease | None = None
@@ -77,7 +87,7 @@ class Run:
 
     def begin(self, config: Config) -> Start:
         """Takes the folder, and returns what this start does. Raises UserError if another run owns it."""
-        folder = Path(config.train.output_dir)
+        folder = self.output_dir = Path(config.train.output_dir)
 
         def lock() -> None:
             self.lease = take_folder(make_folder(folder))
@@ -85,12 +95,17 @@ class Run:
         on_main_process(lock)
         start = begin(config)
         if not start.trains:
+            on_main_process(lambda: find_model(folder))  # raises UserError if it is damaged
             rest = f"; still to do: {', '.join(start.open)}" if start.open else ""
             log.info(f"{folder}: already done; to run again, remove it or choose another output_dir{rest}")
             return start
         self.folder = folder
         self.is_training = not config.train.preflight_only
         (folder / ERROR).unlink(missing_ok=True)
+        if is_main_process():
+            rotate(folder, limit=None)  # half a checkpoint, of an earlier start that was killed
+            for partial in folder.glob(".*.partial"):
+                partial.unlink(missing_ok=True)
         if not (folder / RESOLVED_CONFIG).is_file():  # without it, the folder is empty until the data are read
             write_status(folder, State.RUNNING, message="loading")
         self.watchdog = Watchdog(folder, config.train.hang_timeout, config.train.ddp_timeout, self.progress)
@@ -101,8 +116,11 @@ class Run:
         assert self.folder and self.watchdog
         self.watchdog.stop()
         clear_stop(self.folder)  # a request to stop came too late
-        steps = list_open(trainer.config.train, {}, ())
+        args = trainer.config.train
+        steps = list_open(args, {}, ())
+        mark_complete(self.folder, {"step": trainer.state.global_step}, list_files(self.folder))
         if is_main_process():
+            rotate(self.folder, args.save_total_limit, guard_horizon(args))  # what could not be deleted before
             write_end(self.folder, steps, step=trainer.state.global_step)
         self.folder = None  # later errors no longer change its state
         trainer.end()
@@ -110,7 +128,7 @@ class Run:
 
     def close_steps(self, config: Config, steps: list[str], evaluations: EvalCommand) -> None:
         """Does these steps of the end of a run on rank 0; what is done is no longer `open` in status.json."""
-        if not (steps and is_main_process()):
+        if not is_main_process():
             return
         folder = Path(config.train.output_dir)
         actions = {
@@ -118,13 +136,15 @@ class Run:
             REPORTED: lambda: report(folder),
             EVALUATED: evaluations.finish,
         }
-        still = list(steps)
-        write_end(folder, still)
-        for step in steps:
-            if actions[step]():
-                still.remove(step)
-                write_end(folder, still)
-        self.exit_code = read_status(folder)["exit_code"]
+        if steps:
+            still = list(steps)
+            write_end(folder, still)
+            for step in steps:
+                if actions[step]():
+                    still.remove(step)
+                    write_end(folder, still)
+            self.exit_code = read_status(folder)["exit_code"]
+        clear_stop(folder)  # a request to stop came too late
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         """Logs every end in one line, except a crash, for which Python prints the traceback."""
@@ -160,12 +180,12 @@ class Run:
             return memory
         if isinstance(error, RunEnd):
             return error
+        if self.output_dir and not self.output_dir.is_dir():
+            return DiskFull(f"output_dir {self.output_dir}: was removed or moved during the run; start it again")
         if self.folder is None:
             return None
         if isinstance(error, KeyboardInterrupt):
             return Interrupted(f"interrupted at step {self.progress.step}")
-        if not self.folder.is_dir():
-            return DiskFull(f"output_dir {self.folder}: was removed or moved during the run; start it again")
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or self.folder
             remedy = DISK_REMEDIES[error.errno]

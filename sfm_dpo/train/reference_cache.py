@@ -26,9 +26,17 @@ from datasets.config import HF_CACHE_HOME
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from sfm_dpo.common.distributed import broadcast, gather, is_main_process, main_process_first, rank, world_size
-from sfm_dpo.common.errors import DiskFull, StopRequested, user_input
-from sfm_dpo.common.files import sync
+from sfm_dpo.common.distributed import (
+    broadcast,
+    gather,
+    is_main_process,
+    main_process_first,
+    on_main_process,
+    rank,
+    world_size,
+)
+from sfm_dpo.common.errors import DiskFull, StopRequested, UserError, user_input
+from sfm_dpo.common.files import write_atomically
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import hash_tokens
@@ -52,7 +60,8 @@ log = logging.getLogger(__name__)
 
 def add_reference(trainer: Any) -> None:
     """Adds the columns ref_chosen_logps and ref_rejected_logps to the trainer's data. All ranks must call it before
-    training, when the policy is still the base model, even in a resumed run. Raises StopRequested and DiskFull."""
+    training, when the policy is still the base model, even in a resumed run. Raises StopRequested, DiskFull, and
+    UserError for a log-prob that is not finite."""
     if not trainer.config.train.precompute_ref_log_probs:
         return
     splits = {"train": trainer.train_dataset} if trainer.train_dataset else {}  # evaluate.py has none
@@ -67,7 +76,12 @@ def add_reference(trainer: Any) -> None:
                 batch_tokens = pairs * int(lengths.max(initial=1))
             cache = ReferenceCache(cache_folder(dataset, key), lengths, batch_tokens)
             report = report_progress(trainer, name, cache, shards)
-            logps = cached_logps(name, cache, functools.partial(reference.score, dataset), report)
+            try:
+                logps = cached_logps(name, cache, functools.partial(reference.score, dataset), report)
+            except NotFinite as error:
+                pair = dataset[error.status["pair"]]
+                remedy = "remove that row, or use another dtype"
+                raise UserError(f"{pair['source']}: row {pair['row']}: {error}; {remedy}") from error
             shards += len(cache.shards)
             trainer.reference_facts[name] = {"key": cache.folder.name} | {part: str(key[part]) for part in key}
             columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
@@ -75,6 +89,10 @@ def add_reference(trainer: Any) -> None:
     trainer.train_dataset = splits.pop("train", None)
     if splits:
         trainer.eval_dataset = splits
+
+
+class NotFinite(UserError):
+    """A log-prob of the reference is NaN or infinite: that of the pair at position `status["pair"]` of the data."""
 
 
 def describe_key(trainer: Any, model: Any) -> dict[str, Any]:
@@ -226,9 +244,17 @@ class ReferenceCache:
             for (number, rows), logps in zip(turn, results, strict=False):
                 parts[number].append(logps)
                 left -= int(self.lengths[rows].sum())
-                if is_main_process() and sum(map(len, parts[number])) == len(self.shards[number]):
-                    write_shard(self.path(number), self.shards[number], np.concatenate(parts[number]))
+                if sum(map(len, parts[number])) == len(self.shards[number]):
+                    self._finish_shard(number, np.concatenate(parts[number]), score)
             yield left
+
+    def _finish_shard(self, number: int, logps: np.ndarray, score: Score) -> None:
+        """Computes the rows of `logps` that are not finite once more, each alone, and writes the shard. All ranks must
+        call it. Raises NotFinite."""
+        rows = self.shards[number]
+        for bad in np.flatnonzero(~np.isfinite(logps).all(axis=1)):
+            logps[bad] = score(rows[bad : bad + 1]).float().cpu().numpy()
+        on_main_process(lambda: write_shard(self.path(number), rows, logps))
 
     def read_all(self) -> np.ndarray:
         """[N, 2] log-probs of all rows."""
@@ -239,15 +265,14 @@ class ReferenceCache:
 
 
 def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray) -> None:
-    """Writes atomically: the file is complete or absent. `logps` is [n, 2]."""
+    """Writes atomically: the file is complete or absent. `logps` is [n, 2]. Raises NotFinite, and writes nothing."""
     rows = np.ascontiguousarray(rows, dtype=np.int64)
     logps = np.ascontiguousarray(logps, dtype=np.float32)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    bad = rows[~np.isfinite(logps).all(axis=1)]
+    if len(bad):
+        raise NotFinite("the reference's log-probs of this pair are not finite", pair=int(bad[0]))
     # save_file would make a file that other users cannot read
-    with partial.open("wb") as file:
-        file.write(save({"rows": rows, "logps": logps}, {"checksum": _checksum(rows, logps)}))
-        sync(file)
-    partial.replace(path)
+    write_atomically(path, save({"rows": rows, "logps": logps}, {"checksum": _checksum(rows, logps)}))
 
 
 def read_shard(path: Path, rows: np.ndarray) -> np.ndarray | None:
