@@ -153,7 +153,8 @@ def push_finished(args: TrainConfig) -> bool:
     run = Path(args.output_dir)
     process, command = start_push(run, args)
     code = process.wait()
-    if code not in (0, NOT_PUSHED, UserError.exit_code):  # it could not say why itself
+    if code not in (0, NOT_PUSHED, UserError.exit_code):  # it could neither say why nor clean up
+        (run / PUSHING).unlink(missing_ok=True)
         reason = "it took too long (hub_timeout)" if code == -signal.SIGALRM else f"its process ended with code {code}"
         log.error(record_failure(run, reason, command))
     return code == 0

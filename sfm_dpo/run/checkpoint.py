@@ -46,13 +46,15 @@ def step_of(checkpoint: Path | None) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def why_incomplete(checkpoint: Path) -> str | None:
-    """Why a checkpoint is incomplete; None if it is complete."""
+def why_incomplete(checkpoint: Path, pattern: str = "*") -> str | None:
+    """Why a checkpoint, or what it has of files like `pattern`, is incomplete; None if it is complete."""
     files = read_file(checkpoint / COMPLETE).get("files")
     if files is None:
         return "was not fully written"
     for name, size in files.items():
         path = checkpoint / name
+        if not path.match(pattern):
+            continue
         if not path.is_file():
             return f"lacks {name}"
         if path.stat().st_size != size:

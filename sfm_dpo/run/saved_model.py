@@ -67,7 +67,8 @@ def find_model(path: Path) -> SavedModel:
         state = State.of(read_status(run))
         if not state.has_model:
             raise UserError(f"{path}: the run is not finished (state {state}); choose one of its checkpoints")
-        if (path / COMPLETE).is_file() and (reason := why_incomplete(path)):  # earlier versions wrote none
+        is_marked = (path / COMPLETE).is_file()  # not by earlier versions
+        if is_marked and (reason := why_incomplete(path, "*.safetensors")):  # people edit the other files
             newest = newest_checkpoint(path)
             remedy = f"remove {path / STATUS} and run its command again, which saves the model again from {newest}"
             raise UserError(f"{path}: {reason}; {remedy if newest else 'train it again'}")
