@@ -11,14 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from sfm_dpo.common.distributed import is_main_process, on_main_process
-from sfm_dpo.common.errors import (
-    DISK_REMEDIES,
-    DiskFull,
-    Interrupted,
-    PreflightDone,
-    RunEnd,
-    StopRequested,
-)
+from sfm_dpo.common.errors import DISK_REMEDIES, DiskFull, Interrupted, PreflightDone, RunEnd, StopRequested
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.fields import Config
@@ -28,10 +21,10 @@ from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_summary, write_report
 from sfm_dpo.run.checkpoint import (
     clear_stop,
-    guard_horizon,
     mark_complete,
     newest_checkpoint,
     rotate,
+    rotate_run,
     step_of,
     stop_is_for_good,
 )
@@ -116,11 +109,10 @@ class Run:
         assert self.folder and self.watchdog
         self.watchdog.stop()
         clear_stop(self.folder)  # a request to stop came too late
-        args = trainer.config.train
-        steps = list_open(args, {}, ())
+        steps = list_open(trainer.config.train, {}, ())
         mark_complete(self.folder, {"step": trainer.state.global_step}, list_files(self.folder))
         if is_main_process():
-            rotate(self.folder, args.save_total_limit, guard_horizon(args))  # what could not be deleted before
+            rotate_run(trainer.config.train)  # what could not be deleted before
             write_end(self.folder, steps, step=trainer.state.global_step)
         self.folder = None  # later errors no longer change its state
         trainer.end()

@@ -138,9 +138,9 @@ def rotate(run: str | Path, limit: int | None, horizon: int = 0) -> None:
                 log.warning(f"{checkpoint}: cannot be deleted ({error}); tried again after the next save")
 
 
-def guard_horizon(args: Any) -> int:
-    """The `horizon` of `rotate` for a run."""
-    return 0 if args.guard == "skip" else COLLAPSE_STEPS
+def rotate_run(args: Any) -> None:
+    """`rotate` as a run's configuration says."""
+    rotate(args.output_dir, args.save_total_limit, horizon=0 if args.guard == "skip" else COLLAPSE_STEPS)
 
 
 def is_awaited(checkpoint: Path) -> bool:

@@ -11,7 +11,7 @@ from transformers.trainer_callback import ExportableState
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.model.loading import checkpoint_layers
-from sfm_dpo.run.checkpoint import guard_horizon, mark_complete, rotate
+from sfm_dpo.run.checkpoint import mark_complete, rotate_run
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class CheckpointCallback(TrainerCallback):
             remedy = f"submit with --signal=B:USR1@{2 * seconds:.0f}, unless you gave a longer one"
             log.warning(f"a stop at the time limit may not be saved: a save takes longer than --signal; {remedy}")
         if is_main_process():
-            rotate(args.output_dir, trainer.config.train.save_total_limit, guard_horizon(args))
+            rotate_run(trainer.config.train)
         trainer.accelerator.wait_for_everyone()
 
 

@@ -26,15 +26,7 @@ from datasets.config import HF_CACHE_HOME
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from sfm_dpo.common.distributed import (
-    broadcast,
-    gather,
-    is_main_process,
-    main_process_first,
-    on_main_process,
-    rank,
-    world_size,
-)
+from sfm_dpo.common.distributed import gather, is_main_process, main_process_first, on_main_process, rank, world_size
 from sfm_dpo.common.errors import DiskFull, StopRequested, UserError, user_input
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.data.lengths import Lengths
@@ -159,9 +151,9 @@ def report_progress(trainer: Any, name: str, cache: "ReferenceCache", earlier_sh
                 message += f", waiting for {owner}"
             log.info(message)
             write_status(output_dir, State.RUNNING, message=message)
-        if broadcast(stop_requested(output_dir)):
+        if on_main_process(lambda: stop_requested(output_dir)):
             message = f"stopped on request during the reference pass; its shards are kept in {cache.folder}"
-            missing = broadcast(cache.missing_shards() if is_main_process() else [])
+            missing = on_main_process(cache.missing_shards)
             shards = earlier_shards + len(cache.shards) - len(missing)
             raise StopRequested(message, shards=shards)  # a batch script requeues the job if their number has grown
 
@@ -172,14 +164,14 @@ def cached_logps(name: str, cache: "ReferenceCache", score: Score, report: Repor
     """[N, 2] sums of log-probs (nats) of all rows: read, or computed where the cache lacks them. All ranks must call
     it: under ZeRO-3 and FSDP2 each forward needs all of them. Raises DiskFull."""
     # Only rank 0 reads: on NFS, a client that looks for a file before it is written may not see it for a minute
-    missing = broadcast(cache.missing_shards() if is_main_process() else [])
+    missing = on_main_process(cache.missing_shards)
     complete = len(cache.shards) - len(missing)
     log.info(f"reference log-probs of the {name} pairs: {complete} of {len(cache.shards)} shards in {cache.folder}")
     if missing:
         main_process_first(lambda: make_cache_folder(cache.folder))
         with explain_cache_errors(cache.folder, DiskFull):
             cache.compute(missing, score, report)
-    return broadcast(cache.read_all() if is_main_process() else np.empty(0))
+    return on_main_process(cache.read_all)
 
 
 class ReferenceCache:
@@ -221,12 +213,12 @@ class ReferenceCache:
         writes. `report` is called with the tokens done and to do, and the owner that this job waits for; it may
         raise."""
         total = self.count_tokens(missing)
-        while not broadcast(is_main_process() and self.lease.take()):
+        while not on_main_process(self.lease.take):
             report(0, total, describe_owner(read_owner(self.lease.path)) if is_main_process() else "")
             time.sleep(POLL_SECONDS)
         try:
             # The last owner of the lease may have computed some of them
-            missing = broadcast(self.missing_shards() if is_main_process() else [])
+            missing = on_main_process(self.missing_shards)
             for left in self._compute_batches(missing, score):
                 report(total - left, total, "")
         finally:
