@@ -26,6 +26,7 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run.folder import make_folder
 from sfm_dpo.run.lock import check_owner
+from sfm_dpo.run.saved_model import find_model
 from sfm_dpo.run.start import read_start
 
 
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> int:
         print(f"config_file: {file}")
         print(f"output_dir: {run}")
         return 0
+    find_model(run)  # raises UserError if it is damaged
     if not start.open:
         print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
         return 0

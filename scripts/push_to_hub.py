@@ -9,16 +9,21 @@ Exit codes: 0 pushed, 2 wrong arguments or an unpublishable checkpoint, 5 the pu
 """
 
 import logging
+import math
 import signal
 import sys
 from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
+from huggingface_hub import get_session
 
-from sfm_dpo.common.cli import Arguments, command, reads_runs
-from sfm_dpo.common.errors import NOT_PUSHED
-from sfm_dpo.hub.upload import HubError, choose_repo, format_push_command, push
-from sfm_dpo.run.saved_model import check_health, find_model
+from sfm_dpo.common.cli import Arguments, command, number, reads_runs
+from sfm_dpo.common.errors import NOT_PUSHED, UserError
+from sfm_dpo.config.fields import TrainConfig
+from sfm_dpo.hub.upload import HubError, choose_repo, format_push_command, push, record_failure
+from sfm_dpo.run.saved_model import check_health, find_model, list_files
+
+SLOWEST = 5e6  # bytes per second
 
 log = logging.getLogger("sfm_dpo.scripts.push_to_hub")  # below sfm_dpo, whose handler the package installs
 
@@ -31,6 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hub_model_id", help="default: the run's hub_model_id, or the name of its folder")
     parser.add_argument("--hub_revision", help="branch; {step} is replaced; default: the run's hub_revision")
     parser.add_argument("--hub_private_repo", choices=("true", "false"), help="for a new repository; default: true")
+    parser.add_argument("--hub_timeout", type=number(float, 1), help="seconds for a request; default: the run's")
     parser.add_argument("--publish_anyway", action="store_true", help="push even if the guard stopped the run")
     options = parser.parse_args(argv)
     model = find_model(options.path)
@@ -41,12 +47,18 @@ def main(argv: list[str]) -> int:
     private = model.config.get("hub_private_repo", True)
     if options.hub_private_repo:
         private = options.hub_private_repo == "true"
+    timeout = options.hub_timeout or model.config.get("hub_timeout", TrainConfig.hub_timeout)
+    get_session().timeout = timeout  # of a request; huggingface_hub 2.4 has none
+    size = sum(path.stat().st_size for path in list_files(model.folder))
+    signal.alarm(math.ceil(timeout + size / SLOWEST))  # ends this process
     try:
         push(model, repo, revision, private)
-    except HubError as error:
+    except UserError as error:
         later = format_push_command(options.path, repo, revision, private)
-        log.error(f"push failed: {error}; push later with: {later}")
-        return NOT_PUSHED
+        log.error(record_failure(options.path, str(error), later))
+        return NOT_PUSHED if isinstance(error, HubError) else error.exit_code
+    finally:
+        signal.alarm(0)
     return 0
 
 

@@ -12,14 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from sfm_dpo.common.distributed import is_main_process, on_main_process
-from sfm_dpo.common.errors import (
-    DISK_REMEDIES,
-    DiskFull,
-    Interrupted,
-    PreflightDone,
-    RunEnd,
-    StopRequested,
-)
+from sfm_dpo.common.errors import DISK_REMEDIES, DiskFull, Interrupted, PreflightDone, RunEnd, StopRequested
 from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.fields import Config
@@ -28,7 +21,15 @@ from sfm_dpo.evaluation.eval_command import EvalCommand
 from sfm_dpo.hub.upload import push_finished
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_summary, write_report
-from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of, stop_is_for_good
+from sfm_dpo.run.checkpoint import (
+    clear_stop,
+    mark_complete,
+    newest_checkpoint,
+    rotate,
+    rotate_run,
+    step_of,
+    stop_is_for_good,
+)
 from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.folder import (
     DATA,
@@ -49,6 +50,7 @@ from sfm_dpo.run.folder import (
     write_status,
 )
 from sfm_dpo.run.lock import Lease, take_folder
+from sfm_dpo.run.saved_model import find_model, list_files
 from sfm_dpo.run.start import Start, begin, list_open
 from sfm_dpo.train.callbacks import Progress, explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer
@@ -66,7 +68,8 @@ class TrainingRun:
     """A run and its folder, which it owns until it ends; status.json and the report then say how it ended."""
 
     def __init__(self) -> None:
-        self.folder: Path | None = None  # output_dir, once this run may write into it
+        self.output_dir: Path | None = None
+        self.folder: Path | None = None  # output_dir, while this run may write its end into it
         self.facts: RunFacts | None = None
         self.step = 0  # at which this start begins
         self.progress = Progress()
@@ -87,7 +90,7 @@ class TrainingRun:
 
     def begin(self, config: Config) -> Start:
         """Takes the folder, and returns what this start does. Raises UserError if another run owns it."""
-        folder = Path(config.train.output_dir)
+        folder = self.output_dir = Path(config.train.output_dir)
 
         def lock() -> None:
             self.lease = take_folder(make_folder(folder))
@@ -95,6 +98,7 @@ class TrainingRun:
         on_main_process(lock)
         start = begin(config)
         if not start.trains:
+            on_main_process(lambda: find_model(folder))  # raises UserError if it is damaged
             rest = f"; still to do: {', '.join(start.open)}" if start.open else ""
             log.info(f"{folder}: already done; to run again, remove it or choose another output_dir{rest}")
             return start
@@ -102,6 +106,10 @@ class TrainingRun:
         self.is_training = not config.train.preflight_only
         self.step = step_of(start.before.checkpoint)
         (folder / ERROR).unlink(missing_ok=True)
+        if is_main_process():
+            rotate(folder, limit=None)  # half a checkpoint, of an earlier start that was killed
+            for partial in folder.glob(".*.partial"):
+                partial.unlink(missing_ok=True)
         if not (folder / RESOLVED_CONFIG).is_file():  # without it, the folder is empty until the data are read
             write_status(folder, State.RUNNING, message="loading")
         self.watchdog = Watchdog(folder, config.train.hang_timeout, config.train.ddp_timeout, self.progress)
@@ -125,7 +133,9 @@ class TrainingRun:
         self.watchdog.stop()
         clear_stop(self.folder)  # a request to stop came too late
         steps = list_open(trainer.config.train, {}, ())
+        mark_complete(self.folder, {"step": trainer.state.global_step}, list_files(self.folder))
         if is_main_process():
+            rotate_run(trainer.config.train)  # what could not be deleted before
             write_end(self.folder, steps, step=trainer.state.global_step)
         self.folder = None  # later errors no longer change its state
         trainer.end()
@@ -133,7 +143,7 @@ class TrainingRun:
 
     def close_steps(self, config: Config, steps: list[str], evaluations: EvalCommand) -> None:
         """Does these steps of the end of a run on rank 0; what is done is no longer `open` in status.json."""
-        if not (steps and is_main_process()):
+        if not is_main_process():
             return
         folder = Path(config.train.output_dir)
         actions = {
@@ -141,13 +151,15 @@ class TrainingRun:
             REPORTED: lambda: report(folder),
             EVALUATED: evaluations.finish,
         }
-        still = list(steps)
-        write_end(folder, still)
-        for step in steps:
-            if actions[step]():
-                still.remove(step)
-                write_end(folder, still)
-        self.exit_code = read_status(folder)["exit_code"]
+        if steps:
+            still = list(steps)
+            write_end(folder, still)
+            for step in steps:
+                if actions[step]():
+                    still.remove(step)
+                    write_end(folder, still)
+            self.exit_code = read_status(folder)["exit_code"]
+        clear_stop(folder)  # a request to stop came too late
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         """Logs every end in one line, except a crash, for which Python prints the traceback."""
@@ -184,12 +196,12 @@ class TrainingRun:
             return memory
         if isinstance(error, RunEnd):
             return error
+        if self.output_dir and not self.output_dir.is_dir():
+            return DiskFull(f"output_dir {self.output_dir}: was removed or moved during the run; start it again")
         if self.folder is None:
             return None
         if isinstance(error, KeyboardInterrupt):
             return Interrupted(f"interrupted at step {self.progress.step}")
-        if not self.folder.is_dir():
-            return DiskFull(f"output_dir {self.folder}: was removed or moved during the run; start it again")
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or self.folder
             remedy = DISK_REMEDIES[error.errno]

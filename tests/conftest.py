@@ -122,6 +122,9 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+        children = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        for name, value in children.items():
+            monkeypatch.setenv(name, value)
         monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts, ours and huggingface_hub's
         yield server
 

@@ -57,7 +57,7 @@ class HubServer(ThreadingHTTPServer):
         pass  # a client that hung up, or a connection that was cut
 
     def fault(self, pattern: str, kind: int | str, times: int = 1) -> None:
-        """Meets the next `times` requests whose `METHOD path` matches: an HTTP status, or cut."""
+        """Meets the next `times` requests whose `METHOD path` matches: an HTTP status, cut or silent."""
         self.faults += [(pattern, kind)] * times
 
     def count(self, pattern: str) -> int:
@@ -82,6 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.faults.remove(fault)
         if fault and fault[1] == "cut":
             return self._cut()
+        if fault and fault[1] == "silent":
+            return self.rfile.read()  # until the client gives up
         if fault:
             self._body()
             return self._send(fault[1], {"error": ""}, {"Retry-After": "0"})

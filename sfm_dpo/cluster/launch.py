@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     try:
         launch_command(launch_command_parser().parse_args(argv[1:]))
     except ChildFailedError as error:
-        rank, failure = next(iter(error.failures.items()))  # the launcher ended the others itself
+        rank, failure = error.get_first_failure()  # the launcher ended the others itself
         status = read_file(run / STATUS)
         if failure.exitcode < 0:
             message = f"rank {rank} on {platform.node()} was killed by {failure.signal_name()}"

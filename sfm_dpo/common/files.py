@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -14,13 +16,18 @@ import xxhash
 PROJECT = Path(__file__).resolve().parents[2]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes the file so that a reader sees the old or the new text, never part of it, even after a power cut."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        file.write(text)
-        sync(file)
-    partial.replace(path)
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes the file so that a reader sees the old or the new content, never part of it, even after a power cut."""
+    partial = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.partial")  # others may write it, too
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            sync(file)
+        partial.replace(path)
+    except BaseException:  # for instance a full disk
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def sync(file: IO) -> None:

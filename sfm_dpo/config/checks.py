@@ -33,7 +33,7 @@ SUMMED_LOSSES = {*LOSS_TYPES} - LENGTH_NORMALIZED_LOSSES - {"sft"}
 HELD_OUT = "eval"  # the pairs of eval_fraction, beside the names of eval_datasets
 
 _COUNTS = """max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size
-    per_device_eval_batch_size dataset_num_proc lora_r lora_alpha precompute_ref_batch_size ddp_timeout"""
+    per_device_eval_batch_size dataset_num_proc lora_r lora_alpha precompute_ref_batch_size ddp_timeout hub_timeout"""
 _MOST = sys.float_info.max  # refuses infinity
 _RANGES = [  # (lowest, highest, in words, fields); a field without a value is not checked
     (1, _MOST, "at least 1", _COUNTS),

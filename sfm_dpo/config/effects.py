@@ -12,8 +12,8 @@ NO_EFFECT = set(
     report_to run_name project trackio_space_id logging_steps logging_first_step disable_tqdm
     log_level profile_steps push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
     eval_strategy eval_steps eval_datasets eval_command dataset_num_proc dataloader_num_workers dataloader_pin_memory
-    ddp_timeout hang_timeout max_dropped_fraction preflight preflight_only preflight_samples guard guard_generations
-    memory_gib""".split()
+    ddp_timeout hang_timeout hub_timeout max_dropped_fraction preflight preflight_only preflight_samples guard
+    guard_generations memory_gib""".split()
 )
 # How the same sums are split and computed: the trained weights are the same but for rounding. A loss that depends on
 # the micro-batch is refused (config/checks.py), except the balancing loss of a mixture of experts, for which

@@ -103,6 +103,7 @@ class TrainConfig(DPOConfig):
     # Trainer's other strategies, checkpoint and all_checkpoints, would also push the optimizer: 80 GB for a 7B model
     hub_strategy: Literal["end", "every_save"] = HfArg(default="end", help="Push at the end, or every checkpoint.")
     hub_revision: str | None = HfArg(default=None, help="Branch to push to; {step} gives each checkpoint its own.")
+    hub_timeout: int = HfArg(default=600, help="Seconds without an answer of the Hub after which a push has failed.")
     # Safety (docs/health.md)
     preflight: Literal["skip", "warn", "abort"] = HfArg(default="abort", help="Check before training; end on a no-go.")
     preflight_only: bool = HfArg(default=False, help="End after the preflight; the next start trains.")
@@ -193,7 +194,7 @@ FIELD_GROUPS = {
         ddp_timeout verify_checkpoints resume_from_checkpoint full_determinism seed""",
     "Output and evaluation": """output_dir run_name logging_steps logging_first_step report_to eval_strategy eval_steps
         eval_command save_strategy save_steps save_total_limit""",
-    "Hugging Face Hub": "push_to_hub hub_model_id hub_strategy hub_revision hub_private_repo",
+    "Hugging Face Hub": "push_to_hub hub_model_id hub_strategy hub_revision hub_private_repo hub_timeout",
 }
 # What is shown as the default of a field whose own default is None
 _EFFECTIVE = {

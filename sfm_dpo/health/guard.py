@@ -115,6 +115,7 @@ class Guard(TrainerCallback, ExportableState):
         rows = zip(prompts, self.first_texts, answers, strict=True)
         samples = [dict(zip(("prompt", "before", "after"), row, strict=True), limit=NEW_TOKENS) for row in rows]
         write_json(Path(args.output_dir) / SAMPLES, samples)
+        self.trainer.meter.on_train_begin()  # these seconds are not the next step's
 
     def _write_health(self, args) -> None:
         verdict = "warned" if self.findings else "healthy"

@@ -5,18 +5,14 @@ interpreter waits for at exit: at a time limit, until Slurm kills it.
 """
 
 import logging
-import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from sfm_dpo.common.distributed import CPU_ONLY, environment_outside_launcher, is_main_process
-from sfm_dpo.common.files import PROJECT
+from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.config.fields import TrainConfig
-from sfm_dpo.hub.upload import choose_repo, format_push_command
-from sfm_dpo.run.checkpoint import mark_pushed
+from sfm_dpo.hub.upload import start_push
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +38,7 @@ class PushCheckpoints(TrainerCallback):
         if self._push and self._push.poll() is None:
             log.info(f"{checkpoint} is not pushed: the push of an earlier checkpoint is still running")
             return
-        repo = choose_repo(vars(args), Path(args.output_dir))
-        self._command = format_push_command(checkpoint, repo, args.hub_revision, args.hub_private_repo)
-        _, script, *options = shlex.split(self._command)
-        words = [sys.executable, str(PROJECT / script), *options]
-        env = environment_outside_launcher() | CPU_ONLY | {"OMP_NUM_THREADS": "1"}
-        self._push = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL)
-        mark_pushed(checkpoint, self._push.pid)
+        self._push, self._command = start_push(checkpoint, args)
 
     def on_train_end(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         is_finished = state.global_step >= state.max_steps

@@ -5,9 +5,11 @@ half a minute, commits everything at once and never sends data twice. This modul
 """
 
 import logging
-import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.distributed import CPU_ONLY, environment_outside_launcher
+from sfm_dpo.common.errors import NOT_PUSHED, UserError
+from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.fields import TrainConfig
 from sfm_dpo.report.model_card import write_model_card
-from sfm_dpo.run.checkpoint import PUSHING, mark_pushed
+from sfm_dpo.run.checkpoint import PUSHING
 from sfm_dpo.run.folder import PUSHED, State, read_status, write_end
-from sfm_dpo.run.saved_model import SavedModel, check_loads, find_model
+from sfm_dpo.run.lock import Lease, describe_owner, is_held, read_owner
+from sfm_dpo.run.saved_model import SavedModel, check_loads
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +124,7 @@ def check_push(args: TrainConfig, resuming: bool) -> None:
     `resuming` only warns if the Hub refuses or is down."""
     remedy = "train with push_to_hub: false and push later with scripts/push_to_hub.py"
     repo = choose_repo(vars(args), Path(args.output_dir))
+    get_session().timeout = args.hub_timeout  # else none
     try:
         check_access(repo, args.hub_private_repo, args.hub_revision, remedy)
     except HubError as error:
@@ -132,35 +138,57 @@ def choose_repo(config: Mapping[str, Any], run: Path) -> str:
     return config.get("hub_model_id") or re.sub(r"[^A-Za-z0-9_.]+", "-", run.resolve().name).strip("-.")
 
 
+def start_push(path: Path, args: TrainConfig) -> tuple[subprocess.Popen, str]:
+    """A process that pushes a run's model or checkpoint, with the command that does the same later."""
+    repo = choose_repo(vars(args), Path(args.output_dir))
+    command = format_push_command(path, repo, args.hub_revision, args.hub_private_repo)
+    _, script, *options = shlex.split(command)
+    words = [sys.executable, str(PROJECT / script), *options, "--hub_timeout", str(args.hub_timeout)]
+    env = environment_outside_launcher() | CPU_ONLY | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL), command
+
+
 def push_finished(args: TrainConfig) -> bool:
     """Pushes a finished run. A failure is logged and recorded, with the command that pushes later."""
     run = Path(args.output_dir)
-    repo = choose_repo(vars(args), run)
-    try:
-        push(find_model(run), repo, args.hub_revision, args.hub_private_repo)
-    except Exception as error:  # whatever it is, the model is trained and saved
-        later = format_push_command(run, repo, args.hub_revision, args.hub_private_repo)
-        message = f"push failed: {error}; the model is saved in {run}; push later with: {later}"
-        write_end(run, read_status(run)["open"], message)
-        log.error(message)
-        return False
-    return True
+    process, command = start_push(run, args)
+    code = process.wait()
+    if code not in (0, NOT_PUSHED, UserError.exit_code):  # it could neither say why nor clean up
+        (run / PUSHING).unlink(missing_ok=True)
+        reason = "it took too long (hub_timeout)" if code == -signal.SIGALRM else f"its process ended with code {code}"
+        log.error(record_failure(run, reason, command))
+    return code == 0
+
+
+def record_failure(run: Path, reason: str, command: str) -> str:
+    """Returns why a push failed, and the `command` that pushes later; also writes it into status.json of a finished
+    run whose push is open."""
+    message = f"push failed: {reason}; push later with: {command}"
+    status = read_status(run)
+    if PUSHED in (status.get("open") or []):
+        write_end(run, status["open"], message)
+    return message
 
 
 def push(model: SavedModel, repo: str, revision: str | None, private: bool | None) -> None:
     """Describes and uploads a model that loads; status.json records it for a finished run. Raises UserError if the
-    model does not load, and HubError."""
+    model does not load or is being pushed, and HubError."""
     repo = check_access(repo, private, revision, "push later")
     branch = choose_branch(model, revision)
-    if model.step is not None:  # the run may still be training, and would rotate the checkpoint
-        mark_pushed(model.folder, os.getpid())
-    check_loads(model.folder)
-    with tempfile.TemporaryDirectory(prefix=".hub-", dir=model.run) as folder:
-        staged = Path(folder)
-        model.link_files(staged)
-        write_model_card(model.run, folder=staged, repo=repo, revision=branch, step=model.step)
-        address = upload_folder(staged, repo, branch, f"DPO, {model.name}")
-    (model.folder / PUSHING).unlink(missing_ok=True)
+    mark = model.folder / PUSHING
+    lease = Lease(mark)
+    if is_held(mark) or not (lease.take() or lease.take_over(read_owner(mark))):
+        owner = describe_owner(read_owner(mark))
+        raise UserError(f"{model.folder}: is being pushed by {owner}; wait until that push has ended")
+    try:
+        check_loads(model.folder)
+        with tempfile.TemporaryDirectory(prefix="hub-") as folder:
+            staged = Path(folder)
+            model.link_files(staged)
+            write_model_card(model.run, folder=staged, repo=repo, revision=branch, step=model.step)
+            address = upload_folder(staged, repo, branch, f"DPO, {model.name}")
+    finally:
+        lease.release()
     log.info(f"pushed {model.name} to {address}")
     status = read_status(model.run)
     if model.step is None and State.of(status).has_model:  # keeps the guard's verdict

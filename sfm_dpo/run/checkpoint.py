@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import psutil
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import hash_file, write_json
-from sfm_dpo.common.process import is_alive, this_process
 from sfm_dpo.run.folder import EVALUATIONS, read_file
+from sfm_dpo.run.lock import is_held
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ COMPLETE = "complete.json"
 STOP = "STOP"
 FOR_GOOD = "for good"  # in STOP: a batch job is not requeued
 KEEP = "KEEP"  # a checkpoint with a file of this name is never rotated away
-PUSHING = "PUSHING"  # a file that keeps it, too, while the process that it names lives
+PUSHING = "PUSHING"  # the lease of the process that pushes this model; a checkpoint with it is not rotated away
 COLLAPSE_STEPS = 20  # optimizer steps within which a collapse happens; the recorded ones took 5 to 12
 MAX_AWAITED = 3  # checkpoints that are kept until eval_command has written their result
 # The rank in file names of DeepSpeed, transformers and torch.distributed.checkpoint; rank 0 writes all other files
@@ -45,13 +46,15 @@ def step_of(checkpoint: Path | None) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def why_incomplete(checkpoint: Path) -> str | None:
-    """Why a checkpoint is incomplete; None if it is complete."""
+def why_incomplete(checkpoint: Path, pattern: str = "*") -> str | None:
+    """Why a checkpoint, or what it has of files like `pattern`, is incomplete; None if it is complete."""
     files = read_file(checkpoint / COMPLETE).get("files")
     if files is None:
         return "was not fully written"
     for name, size in files.items():
         path = checkpoint / name
+        if not path.match(pattern):
+            continue
         if not path.is_file():
             return f"lacks {name}"
         if path.stat().st_size != size:
@@ -94,18 +97,21 @@ def newest_checkpoint(run: str | Path) -> Path | None:
     return next((c for c in reversed(checkpoints(run)) if why_incomplete(c) is None), None)
 
 
-def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Writes COMPLETE. All ranks must call it after all have saved; each hashes the files it wrote."""
+def mark_complete(folder: Path, facts: dict[str, Any], paths: Iterable[Path] | None = None) -> None:
+    """Writes COMPLETE, for `paths` or all files of a checkpoint. All ranks must call it after all have saved; each
+    flushes to disk and hashes the files it wrote."""
     mine = {}
-    for path in sorted(checkpoint.rglob("*")):
-        name = str(path.relative_to(checkpoint))
+    for path in sorted(folder.rglob("*") if paths is None else paths):
+        name = str(path.relative_to(folder))
         if path.is_file() and path.name not in (COMPLETE, KEEP, PUSHING) and _is_mine(name):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
             mine[name] = (path.stat().st_size, hash_file(path))
     files = sorted(item for part in gather(mine) for item in part.items())
     mark = {**facts, "files": {name: size for name, (size, _) in files}}
     mark["xxh3_128"] = {name: checksum for name, (_, checksum) in files}
     if is_main_process():
-        write_json(checkpoint / COMPLETE, mark)
+        write_json(folder / COMPLETE, mark)
 
 
 def rotate(run: str | Path, limit: int | None, horizon: int = 0) -> None:
@@ -113,7 +119,8 @@ def rotate(run: str | Path, limit: int | None, horizon: int = 0) -> None:
     except those that have KEEP, are being pushed, or are among the newest MAX_AWAITED that wait for eval_command. The
     newest that is `horizon` steps old, as late as the guard finds a collapse, is also kept, and the one after it."""
     newest = step_of(newest_checkpoint(run))
-    free = [c for c in checkpoints(run) if step_of(c) <= newest and not (c / KEEP).exists() and not is_pushed(c)]
+    old = [c for c in checkpoints(run) if step_of(c) <= newest]
+    free = [c for c in old if not (c / KEEP).exists() and not is_held(c / PUSHING)]
     complete = [c for c in free if why_incomplete(c) is None]
     recent = complete[-limit:] if limit else complete
     before = [checkpoint for checkpoint in complete if step_of(checkpoint) <= newest - horizon]
@@ -131,15 +138,9 @@ def rotate(run: str | Path, limit: int | None, horizon: int = 0) -> None:
                 log.warning(f"{checkpoint}: cannot be deleted ({error}); tried again after the next save")
 
 
-def mark_pushed(checkpoint: Path, pid: int) -> None:
-    """Keeps a checkpoint from rotation while the process that pushes it lives."""
-    write_json(checkpoint / PUSHING, this_process(pid))
-
-
-def is_pushed(checkpoint: Path) -> bool:
-    """Whether a process is pushing it, which must be assumed of one on another host."""
-    pusher = read_file(checkpoint / PUSHING)
-    return bool(pusher) and is_alive(pusher) is not False
+def rotate_run(args: Any) -> None:
+    """`rotate` as a run's configuration says."""
+    rotate(args.output_dir, args.save_total_limit, horizon=0 if args.guard == "skip" else COLLAPSE_STEPS)
 
 
 def is_awaited(checkpoint: Path) -> bool:

@@ -152,8 +152,7 @@ def write_status(
     except OSError as error:
         if error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT):
             return  # already logged
-        path.with_name(f".{STATUS}.partial").unlink(missing_ok=True)  # the disk is full
-        path.write_text(json.dumps(status))  # overwrites the old file in place, which needs no new block
+        path.write_text(json.dumps(status))  # on a full disk: in place of the old file, which needs no new block
 
 
 def write_end(run: Path, open_steps: list[str], message: str = "", **extra: Any) -> None:

@@ -98,6 +98,16 @@ class Lease:
         return time.monotonic() - self._seen > LEASE_SECONDS
 
 
+def is_held(path: Path) -> bool:
+    """Whether the owner of a lease runs or, if it is on another host, has lately renewed it (by this host's clock)."""
+    try:
+        age = time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    is_running = is_alive(read_owner(path))
+    return age < LEASE_SECONDS if is_running is None else is_running
+
+
 def read_owner(path: Path) -> dict[str, Any]:
     """The owner of a lease, in the form of `this_process`; empty if it cannot be read."""
     try:

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError, user_input
-from sfm_dpo.run.checkpoint import step_of, why_damaged, why_incomplete
-from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, State, read_file, read_resolved_config, read_status
+from sfm_dpo.run.checkpoint import COMPLETE, newest_checkpoint, step_of, why_damaged, why_incomplete
+from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, STATUS, State, read_file, read_resolved_config, read_status
 
 # Libraries write other files into the folder, which are not part of the model
 MODEL_FILES = """model*.safetensors adapter_model.safetensors model.safetensors.index.json config.json
@@ -48,9 +48,13 @@ class SavedModel:
 
     def link_files(self, target: Path) -> None:
         """Links weights, configurations and tokenizer into the folder `target`."""
-        for pattern in MODEL_FILES:
-            for path in self.folder.glob(pattern):
-                (target / path.name).symlink_to(path.resolve())
+        for path in list_files(self.folder):
+            (target / path.name).symlink_to(path.resolve())
+
+
+def list_files(folder: Path) -> list[Path]:
+    """The files of the model in a folder: weights, configurations and tokenizer."""
+    return [path for pattern in MODEL_FILES for path in folder.glob(pattern)]
 
 
 def find_model(path: Path) -> SavedModel:
@@ -61,8 +65,13 @@ def find_model(path: Path) -> SavedModel:
     config = read_resolved_config(run)
     if run == path:
         state = State.of(read_status(run))
-        if not (state.has_model or state is State.COLLAPSED):
+        if not state.has_model:
             raise UserError(f"{path}: the run is not finished (state {state}); choose one of its checkpoints")
+        is_marked = (path / COMPLETE).is_file()  # not by earlier versions
+        if is_marked and (reason := why_incomplete(path, "*.safetensors")):  # people edit the other files
+            newest = newest_checkpoint(path)
+            remedy = f"remove {path / STATUS} and run its command again, which saves the model again from {newest}"
+            raise UserError(f"{path}: {reason}; {remedy if newest else 'train it again'}")
         return SavedModel(path, run, None, config)
     if reason := why_incomplete(path) or why_damaged(path, "*.safetensors"):
         raise UserError(f"{path}: {reason}; choose another checkpoint")
@@ -78,12 +87,12 @@ def find_run(path: Path) -> Path | None:
 
 
 def check_health(model: SavedModel, remedy: str) -> None:
-    """Raises UserError with the `remedy` if the guard had stopped the run by the time the model was saved."""
+    """Raises UserError with the `remedy` if the guard had stopped the run by the time a checkpoint was saved."""
     status = read_status(model.run)
     if State.of(status) is not State.COLLAPSED:
         return
     healthy = status.get("checkpoint")
-    if model.step is None or not healthy or model.step > step_of(Path(healthy)):
+    if not healthy or (model.step or 0) > step_of(Path(healthy)):
         raise UserError(f"{model.folder}: the guard stopped this run; choose {healthy or 'another run'}{remedy}")
 
 

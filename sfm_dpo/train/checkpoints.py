@@ -12,7 +12,7 @@ from transformers.trainer_callback import ExportableState
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.model.loading import checkpoint_layers
-from sfm_dpo.run.checkpoint import COLLAPSE_STEPS, mark_complete, rotate
+from sfm_dpo.run.checkpoint import mark_complete, rotate_run
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,7 @@ class CheckpointCallback(TrainerCallback):
             remedy = f"submit with --signal=B:USR1@{2 * seconds:.0f}, unless you gave a longer one"
             log.warning(f"a stop at the time limit may not be saved: a save takes longer than --signal; {remedy}")
         if is_main_process():
-            horizon = 0 if args.guard == "skip" else COLLAPSE_STEPS
-            rotate(args.output_dir, trainer.config.train.save_total_limit, horizon)
+            rotate_run(trainer.config.train)
         trainer.accelerator.wait_for_everyone()
 
 

@@ -150,17 +150,18 @@ class MetricSums:
         before, counted = self.sums.get(name, (0.0, 0))
         self.sums[name] = (before + total.detach().double(), counted + count)
 
-    def reduce(self, work: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Over all ranks, the means of the metrics and the sums of `work`; all ranks must call it. The host waits for
-        the device once."""
-        sums = self.sums | {name: (number, 0) for name, number in (work or {}).items()}
+    def reduce(self, work: Mapping[str, float] = {}, peaks: Mapping[str, float] = {}) -> dict[str, float]:
+        """Over all ranks, the means of the metrics, the sums of `work` and the largest of the `peaks`; all ranks must
+        call it. The host waits for the device once."""
+        sums = self.sums | {name: (number, 0) for name, number in {**work, **peaks}.items()}
         zero = torch.zeros_like(next(iter(self.sums.values()))[0])  # [], fp64, on the device
         pairs = [torch.stack([zero + total, zero + count]) for total, count in sums.values()]
         ranks = gather(torch.stack(pairs)[None]).tolist()
         means = {}
         for number, name in enumerate(sums):
             count = sum(rank[number][1] for rank in ranks)
-            means[name] = sum(rank[number][0] for rank in ranks) / max(count, 1)
+            over_ranks = max if name in peaks else sum
+            means[name] = over_ranks(rank[number][0] for rank in ranks) / max(count, 1)
         return means
 
 
@@ -234,7 +235,6 @@ class Meter(TrainerCallback):
             "perf/pairs_per_second": totals["pairs"] / seconds,
             "perf/padding_fraction": 1 - totals["computed"] / max(totals["grid"], 1),
             "perf/shared_fraction": 1 - totals["computed"] / max(totals["tokens"], 1),
-            "perf/peak_memory_gib": peak_memory_gib(),
         }
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

@@ -27,9 +27,9 @@ from datasets.config import HF_CACHE_HOME
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from sfm_dpo.common.distributed import broadcast, gather, is_main_process, main_process_first, rank, world_size
-from sfm_dpo.common.errors import DiskFull, StopRequested, user_input
-from sfm_dpo.common.files import format_clock, sync
+from sfm_dpo.common.distributed import gather, is_main_process, main_process_first, on_main_process, rank, world_size
+from sfm_dpo.common.errors import DiskFull, StopRequested, UserError, user_input
+from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import hash_tokens
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 def add_reference(trainer: Any) -> RunFacts:
     """Adds the columns ref_chosen_logps and ref_rejected_logps to the trainer's data, and their caches to its facts,
     which it returns. All ranks must call it before training, when the policy is still the base model, even in a
-    resumed run. Raises StopRequested and DiskFull."""
+    resumed run. Raises StopRequested, DiskFull, and UserError for a log-prob that is not finite."""
     if not trainer.config.train.precompute_ref_log_probs:
         return trainer.facts
     caches = {}
@@ -71,7 +71,12 @@ def add_reference(trainer: Any) -> RunFacts:
                 batch_tokens = pairs * int(lengths.max(initial=1))
             cache = ReferenceCache(cache_folder(dataset, key), lengths, batch_tokens)
             report = report_progress(trainer, name, cache, shards)
-            logps = cached_logps(name, cache, functools.partial(reference.score, dataset), report)
+            try:
+                logps = cached_logps(name, cache, functools.partial(reference.score, dataset), report)
+            except NotFinite as error:
+                pair = dataset[error.status["pair"]]
+                remedy = "remove that row, or use another dtype"
+                raise UserError(f"{pair['source']}: row {pair['row']}: {error}; {remedy}") from error
             shards += len(cache.shards)
             caches[name] = {"key": cache.folder.name} | {part: str(key[part]) for part in key}
             columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
@@ -81,6 +86,10 @@ def add_reference(trainer: Any) -> RunFacts:
         trainer.eval_dataset = splits
     trainer.facts = dataclasses.replace(trainer.facts, reference=caches)
     return trainer.facts
+
+
+class NotFinite(UserError):
+    """A log-prob of the reference is NaN or infinite: that of the pair at position `status["pair"]` of the data."""
 
 
 def describe_key(trainer: Any, model: Any) -> dict[str, Any]:
@@ -152,9 +161,9 @@ def report_progress(trainer: Any, name: str, cache: "ReferenceCache", earlier_sh
                 message += f", ETA {format_clock((now - began) / done * (total - done))}"
             log.info(message)
             write_status(output_dir, State.RUNNING, message=message)
-        if broadcast(stop_requested(output_dir)):
+        if on_main_process(lambda: stop_requested(output_dir)):
             message = f"stopped on request during the reference pass; its shards are kept in {cache.folder}"
-            missing = broadcast(cache.missing_shards() if is_main_process() else [])
+            missing = on_main_process(cache.missing_shards)
             shards = earlier_shards + len(cache.shards) - len(missing)
             raise StopRequested(message, shards=shards)  # a batch script requeues the job if their number has grown
 
@@ -165,14 +174,14 @@ def cached_logps(name: str, cache: "ReferenceCache", score: Score, report: Repor
     """[N, 2] sums of log-probs (nats) of all rows: read, or computed where the cache lacks them. All ranks must call
     it: under ZeRO-3 and FSDP2 each forward needs all of them. Raises DiskFull."""
     # Only rank 0 reads: on NFS, a client that looks for a file before it is written may not see it for a minute
-    missing = broadcast(cache.missing_shards() if is_main_process() else [])
+    missing = on_main_process(cache.missing_shards)
     complete = len(cache.shards) - len(missing)
     log.info(f"reference log-probs of the {name} pairs: {complete} of {len(cache.shards)} shards in {cache.folder}")
     if missing:
         main_process_first(lambda: make_cache_folder(cache.folder))
         with explain_cache_errors(cache.folder, DiskFull):
             cache.compute(missing, score, report)
-    return broadcast(cache.read_all() if is_main_process() else np.empty(0))
+    return on_main_process(cache.read_all)
 
 
 class ReferenceCache:
@@ -214,12 +223,12 @@ class ReferenceCache:
         writes. `report` is called with the tokens done and to do, and the owner that this job waits for; it may
         raise."""
         total = self.count_tokens(missing)
-        while not broadcast(is_main_process() and self.lease.take()):
+        while not on_main_process(self.lease.take):
             report(0, total, describe_owner(read_owner(self.lease.path)) if is_main_process() else "")
             time.sleep(POLL_SECONDS)
         try:
             # The last owner of the lease may have computed some of them
-            missing = broadcast(self.missing_shards() if is_main_process() else [])
+            missing = on_main_process(self.missing_shards)
             for left in self._compute_batches(missing, score):
                 report(total - left, total, "")
         finally:
@@ -237,9 +246,17 @@ class ReferenceCache:
             for (number, rows), logps in zip(turn, results, strict=False):
                 parts[number].append(logps)
                 left -= int(self.lengths[rows].sum())
-                if is_main_process() and sum(map(len, parts[number])) == len(self.shards[number]):
-                    write_shard(self.path(number), self.shards[number], np.concatenate(parts[number]))
+                if sum(map(len, parts[number])) == len(self.shards[number]):
+                    self._finish_shard(number, np.concatenate(parts[number]), score)
             yield left
+
+    def _finish_shard(self, number: int, logps: np.ndarray, score: Score) -> None:
+        """Computes the rows of `logps` that are not finite once more, each alone, and writes the shard. All ranks must
+        call it. Raises NotFinite."""
+        rows = self.shards[number]
+        for bad in np.flatnonzero(~np.isfinite(logps).all(axis=1)):
+            logps[bad] = score(rows[bad : bad + 1]).float().cpu().numpy()
+        on_main_process(lambda: write_shard(self.path(number), rows, logps))
 
     def read_all(self) -> np.ndarray:
         """[N, 2] log-probs of all rows."""
@@ -250,15 +267,14 @@ class ReferenceCache:
 
 
 def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray) -> None:
-    """Writes atomically: the file is complete or absent. `logps` is [n, 2]."""
+    """Writes atomically: the file is complete or absent. `logps` is [n, 2]. Raises NotFinite, and writes nothing."""
     rows = np.ascontiguousarray(rows, dtype=np.int64)
     logps = np.ascontiguousarray(logps, dtype=np.float32)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    bad = rows[~np.isfinite(logps).all(axis=1)]
+    if len(bad):
+        raise NotFinite("the reference's log-probs of this pair are not finite", pair=int(bad[0]))
     # save_file would make a file that other users cannot read
-    with partial.open("wb") as file:
-        file.write(save({"rows": rows, "logps": logps}, {"checksum": _checksum(rows, logps)}))
-        sync(file)
-    partial.replace(path)
+    write_atomically(path, save({"rows": rows, "logps": logps}, {"checksum": _checksum(rows, logps)}))
 
 
 def read_shard(path: Path, rows: np.ndarray) -> np.ndarray | None:

@@ -62,6 +62,7 @@ from sfm_dpo.train.metrics import (
     check_step_0,
     count_chosen,
     loss_scale,
+    peak_memory_gib,
     reward_metrics,
 )
 
@@ -349,7 +350,7 @@ class SFMDPOTrainer(DPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the means over all pairs or tokens since the last log, and the metrics perf/*."""
         if "loss" in logs:
-            exact = self.train_sums.reduce(self.meter.counts)
+            exact = self.train_sums.reduce(self.meter.counts, {"perf/peak_memory_gib": peak_memory_gib()})
             totals = {name: exact.pop(name) for name in self.meter.counts}
             self.num_tokens += int(totals["tokens"])
             self.train_sums = MetricSums()

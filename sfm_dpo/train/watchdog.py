@@ -1,8 +1,9 @@
 """Watchdog: ends a run with exit code 70 if no rank moves for `hang_timeout` seconds, and names the stuck rank. The
 limit while a run loads, where one rank may tokenise for hours, is `ddp_timeout`, after which the others fail anyway.
 
-A thread of each rank writes its progress to output_dir/heartbeats/rank-N.json and reads the others' (files, because
-the ranks may hang in a collective). Time is counted in turns of the thread, so a job that Slurm suspends is no hang.
+A thread of each rank writes its progress to output_dir/heartbeats/rank-N.json (files, because the ranks may hang in a
+collective). The other ranks read only that of rank 0, which passes on all others. Time is counted in turns of the
+thread, so a job that Slurm suspends is no hang.
 """
 
 import contextlib
@@ -42,6 +43,7 @@ class Watchdog:
         self.heartbeats = run / "heartbeats"
         self.stacks = run / "stacks"
         self.interval = min(max(timeout / 30, 0.2), 30.0)
+        self._beats: list[dict[str, Any]] = [{}] * world_size()  # the newest heartbeat of each rank
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         if is_main_process():
@@ -63,32 +65,43 @@ class Watchdog:
         seen: list[Any] = []
         still = 0.0
         while not self._stopped.wait(self.interval):
-            beats = [read_file(self.heartbeats / f"rank-{other}.json") for other in range(world_size())]
-            beats[rank()] = self._write_heartbeat()
-            counts = [beat.get("count") for beat in beats]
+            self._exchange_heartbeats()
+            counts = [beat.get("count") for beat in self._beats]
             still = still + self.interval if counts == seen else 0.0
             seen = counts
             limit = self.timeout if self.progress.count else self.loading_timeout
             if still >= limit:
-                self._end(limit, *find_culprit(beats, self.timeout / 2))
+                self._end(limit, *find_culprit(self._beats, self.timeout / 2))
 
-    def _write_heartbeat(self) -> dict[str, Any]:
+    def _exchange_heartbeats(self) -> None:
+        """Rank 0 reads all, and passes them on with its own, which the others read. Where the file system does not
+        answer (ESTALE, EIO), what is known counts."""
+        mine = self._describe_progress()
+        for other in range(1, world_size()) if is_main_process() else [0]:
+            with contextlib.suppress(OSError):
+                self._beats[other] = read_file(self.heartbeats / f"rank-{other}.json")
+        passed_on = self._beats[0].pop("others", [])
+        for other, beat in zip(range(1, world_size()), passed_on, strict=False):
+            self._beats[other] = beat
+        self._beats[rank()] = mine
+        more = {"others": self._beats[1:]} if is_main_process() else {}
+        with contextlib.suppress(OSError):
+            self.heartbeats.mkdir(exist_ok=True)
+            write_json(self.heartbeats / f"rank-{rank()}.json", mine | more)
+
+    def _describe_progress(self) -> dict[str, Any]:
         written = 0
         if self.progress.saving:
             with contextlib.suppress(OSError):  # files come and go
                 written = sum(file.stat().st_size for file in self.progress.saving.rglob("*"))
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        beat = {
+        return {
             "rank": rank(),
             "count": [self.progress.count, written],
             "time": time.time(),
             "where": f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})",
             "host": os.environ.get("SLURMD_NODENAME") or platform.node(),
         }
-        with contextlib.suppress(OSError):  # a full disk; this rank knows its own count
-            self.heartbeats.mkdir(exist_ok=True)
-            write_json(self.heartbeats / f"rank-{rank()}.json", beat)
-        return beat
 
     def _end(self, limit: float, culprit: dict[str, Any], cause: str) -> None:
         where = f"{self.progress.phase} at step {self.progress.step}"
@@ -123,13 +136,17 @@ class Watchdog:
 
 def find_culprit(beats: list[dict[str, Any]], patience: float) -> tuple[dict[str, Any], str]:
     """Heartbeat of the rank that is stuck, or {} if none can be named, and a description. A stopped process's
-    heartbeat is more than `patience` seconds older than the newest; a rank that has not begun has {}."""
+    heartbeat is more than `patience` seconds older than the newest, and so are those that a stopped rank 0 has passed
+    on; a rank that has not begun has {}."""
     if {} in beats:
         absent = beats.index({})
         return {"rank": absent}, f"rank {absent} has not begun"
+    newest = max(beat["time"] for beat in beats)
     culprit = min(beats, key=itemgetter("time"))
+    if newest - beats[0]["time"] >= patience:
+        culprit = beats[0]
     why = "its process is stopped, or does not release the interpreter"
-    if max(beat["time"] for beat in beats) - culprit["time"] < patience:
+    if newest - culprit["time"] < patience:
         culprit = min(beats, key=itemgetter("count"))
         why = "it is behind the others"
         if culprit["count"] == max(beat["count"] for beat in beats):

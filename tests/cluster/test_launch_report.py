@@ -6,9 +6,12 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from sfm_dpo.cluster import launch
 from sfm_dpo.run import folder
 from sfm_dpo.run.folder import has_failed, message_of_rank, read_status, write_status
 
@@ -50,6 +53,15 @@ def test_the_last_line_is_the_failed_ranks(tmp_path, how, end):
     status = read_status(tmp_path)
     assert (status["state"], status["exit_code"]) == ("failed", 1)
     assert f"error: {status['message']}" == last and status["step"] == (3 if how == "killed" else None)
+
+
+def test_the_rank_that_failed_first_is_named_not_the_lowest(tmp_path, monkeypatch, environment):
+    failures = {rank: ProcessFailure(rank, pid=1, exitcode=-9, error_file="<N/A>") for rank in (0, 2)}
+    failures[0].timestamp += 1
+    monkeypatch.setattr(launch, "launch_command_parser", Mock())
+    monkeypatch.setattr(launch, "launch_command", Mock(side_effect=ChildFailedError("train", failures)))
+    assert launch.main([str(tmp_path)]) == 1
+    assert read_status(tmp_path)["message"] == f"rank 2 on {HOST} was killed by SIGKILL"
 
 
 def test_a_rank_speaks_where_rank_0_does_not_know(tmp_path, monkeypatch):

@@ -1,15 +1,19 @@
 """A rank that stops or waits alone: the run ends with what the watchdog found, and leaves nothing behind."""
 
+import errno
 import json
 import os
 import pickle
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
-from sfm_dpo.run.folder import read_status
+from sfm_dpo.common.files import write_json
+from sfm_dpo.run.folder import read_file, read_status
 from sfm_dpo.run.lock import LOCK
+from sfm_dpo.train import watchdog as watchdog_module
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.watchdog import Watchdog, find_culprit
 from tests.e2e.runs import ROOT, Place
@@ -55,8 +59,11 @@ def test_a_stopped_rank_is_named_and_a_shorter_stop_is_not(place: Place, rank):
 
 
 def test_a_rank_that_loads_has_ddp_timeout(tmp_path, monkeypatch):
+    """And whose file system does not answer."""
     ended = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(watchdog_module, "read_file", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
     watchdog = Watchdog(tmp_path, 0.2, 1.0, Progress())
     assert not ended.wait(0.8), "hang_timeout counts from the first micro-batch"
     assert ended.wait(20)
@@ -79,3 +86,24 @@ def test_the_rank_named_is_the_stopped_one_else_the_one_behind(changed, rank, wh
     culprit, cause = find_culprit(beats, patience=5)
     assert culprit.get("rank") == rank and cause.startswith(why)
     assert find_culprit([beats[0], {}], patience=5) == ({"rank": 1}, "rank 1 has not begun")
+    for beat in beats[:2]:
+        beat |= {"time": 90.0 - beat["rank"], "where": "all_reduce (x.py:1)"}
+    assert find_culprit(beats, patience=5)[0]["rank"] == 0, "which has passed on the heartbeat of rank 1"
+
+
+def test_a_rank_reads_the_heartbeat_of_rank_0_alone(tmp_path, monkeypatch):
+    read = []
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(watchdog_module, "read_file", lambda path: read.append(path) or read_file(path))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "1")
+    beat = {"rank": 0, "count": [5, 0], "time": 1e9, "host": "n0", "where": "save (x.py:1)"}
+    heartbeats = tmp_path / "heartbeats"
+    heartbeats.mkdir()
+    write_json(heartbeats / "rank-0.json", beat | {"others": [{"count": [4, 0]}, beat | {"rank": 2, "time": 1e9 - 1}]})
+    watchdog = Watchdog(tmp_path, 0.2, 0.2, Progress())
+    assert ended.wait(20)
+    watchdog.stop()
+    assert {path for path in read if path.parent == heartbeats} == {heartbeats / "rank-0.json"}
+    assert "rank 0 on n0 is stuck in save (x.py:1): its process is stopped" in read_status(tmp_path)["message"]

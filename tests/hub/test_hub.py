@@ -1,10 +1,10 @@
 """Pushes over real HTTP, huggingface_hub's own client against tests/hub_server.py: what arrives, and every failure."""
 
 import json
+import os
 import platform
 import re
 import shutil
-import subprocess
 import time
 
 import generate
@@ -25,9 +25,9 @@ from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.hub.upload import check_access
 from sfm_dpo.model.loading import load_model_config
-from sfm_dpo.run.checkpoint import KEEP, PUSHING, mark_pushed, rotate
+from sfm_dpo.run.checkpoint import COMPLETE, KEEP, PUSHING, STOP, rotate
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_status, write_end, write_status
-from sfm_dpo.run.lock import LOCK
+from sfm_dpo.run.lock import LOCK, Lease
 from sfm_dpo.run.reader import describe_run, format_runs
 from tests.hub_server import NAME, TOKEN
 from tests.tiny_models import tiny_tokenizer
@@ -95,16 +95,19 @@ def test_a_batch_job_does_the_open_steps_of_a_trained_run_and_nothing_else(hub, 
     assert f"{run}: to be done by the same command: pushed, reported" in shown and "not pushed yet" in shown
     fields = ["--config", str(run / RESOLVED_CONFIG), "--output_dir", str(run), "--push_to_hub", "true"]
     fields += ["--hub_model_id", "lab/model"]
-    hub.fault("POST .*/commit/", 403, times=99)
-    assert check_config.main(["1", *fields]) == 5
+    hub.fault("POST .*/commit/", "silent", times=99)
+    assert check_config.main(["1", *fields, "--hub_timeout", "5"]) == 5
     status = read_status(run)
     assert (status["state"], status["exit_code"], status["open"]) == ("push_failed", 5, ["pushed"])
+    assert "push failed: it took too long (hub_timeout); push later with: " in status["message"]
+    assert not (run / PUSHING).exists()
     hub.faults.clear()
+    (run / STOP).touch()
     assert check_config.main(["1", *fields]) == 0
     status = read_status(run)
     assert (status["state"], status["exit_code"], status["message"], status["open"]) == ("done", 0, "", [])
     assert status["step"] == 6 and WEIGHTS in files(hub) and (run / "report.html").is_file()
-    assert not (run / LOCK).exists()
+    assert not (run / LOCK).exists() and not (run / STOP).exists()
     sent = hub.count("POST")
     assert check_config.main(["1", *fields]) == train_dpo.main(fields) == 0 and hub.count("POST") == sent
     assert "output_dir:" not in capsys.readouterr().out, "what would start the nodes"
@@ -139,21 +142,24 @@ def test_a_checkpoint_is_pushed_with_the_results_that_evaluate_has_collected(hub
     assert "acc (5-shot" in files(hub)["README.md"].decode()
 
 
-def test_a_checkpoint_that_is_pushed_is_not_rotated_away(run):
+def test_a_checkpoint_that_is_pushed_is_not_rotated_away(hub, run, capsys):
+    mark = run / "checkpoint-4" / PUSHING
     (run / "checkpoint-4" / KEEP).unlink(missing_ok=True)  # the guard's
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as pusher:
-        mark_pushed(run / "checkpoint-4", pusher.pid)
-        rotate(run, 1)
-        assert (run / "checkpoint-4").is_dir()
-        edit(run / "checkpoint-4" / PUSHING, host="another-node")
+    pusher = Lease(mark)
+    assert pusher.take() and push(run / "checkpoint-4") == 2
+    assert f"is being pushed by process {os.getpid()} on " in capsys.readouterr().err
     rotate(run, 1)
-    assert (run / "checkpoint-4").is_dir(), "whether it still runs there is not known"
-    edit(run / "checkpoint-4" / PUSHING, host=platform.node())
+    mark.write_text(mark.read_text().replace(f'"host": "{platform.node()}"', '"host": "elsewhere"'))
+    rotate(run, 1)
+    assert (run / "checkpoint-4").is_dir()
+    os.utime(mark, (0, 0))  # nobody renews it
     rotate(run, 1)
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-6"]
+    pusher.release()
 
 
 def test_what_its_users_could_not_use_is_not_pushed(hub, run, capsys):
+    (run / COMPLETE).unlink()  # as of an earlier version
     state = load_file(run / WEIGHTS)
     state["embed_out.weight"].view(-1)[0] = torch.nan
     lacking = load_file(run / WEIGHTS)
@@ -186,12 +192,14 @@ def test_the_pages_lines_merge_an_adapter(tiny_folder, tmp_path, monkeypatch):
 
 def test_a_run_that_the_guard_stopped_is_pushed_only_when_asked(hub, run, capsys):
     write_status(run, "collapsed", 4, "margin", step=6, checkpoint=str(run / "checkpoint-4"))
-    for path in (run, run / "checkpoint-6"):
-        assert push(path) == 2
-        error = capsys.readouterr().err
-        assert "the guard stopped this run" in error and "checkpoint-4" in error and "--publish_anyway" in error
+    assert push(run / "checkpoint-6") == 2
+    error = capsys.readouterr().err
+    assert "the guard stopped this run" in error and "checkpoint-4" in error and "--publish_anyway" in error
+    for command in (push, lambda path: push(path, "--publish_anyway"), lambda path: generate.main([str(path), "Hi"])):
+        assert command(run) == 2
+        assert "not finished (state collapsed); choose one of its checkpoints" in capsys.readouterr().err
     assert not hub.repos
-    assert push(run, "--publish_anyway") == 0
+    assert push(run / "checkpoint-6", "--publish_anyway") == 0
     assert read_status(run)["state"] == "collapsed"
 
 

@@ -9,7 +9,8 @@ from transformers import AutoConfig
 from sfm_dpo.model.flops import ForwardFlops, count_experts
 from sfm_dpo.model.loading import meta_model
 from sfm_dpo.model.packing import find_shared
-from sfm_dpo.train.metrics import CountingCollator, Meter
+from sfm_dpo.train import metrics as metrics_module
+from sfm_dpo.train.metrics import CountingCollator, Meter, MetricSums, peak_memory_gib
 from tests.tiny_models import tiny_model
 
 
@@ -124,5 +125,12 @@ def test_peak_memory_on_a_gpu(monkeypatch):
     resets = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(1))
     metrics = Meter().metrics({"tokens": 1, "computed": 1, "grid": 1, "pairs": 1}, world_size=1)
-    assert metrics["perf/peak_memory_gib"] == 1.0
+    assert peak_memory_gib() == 1.0
     assert "perf/mfu" not in metrics and resets
+
+
+def test_the_peak_is_that_of_the_fullest_rank(monkeypatch):
+    monkeypatch.setattr(metrics_module, "gather", lambda rank_0: torch.cat([rank_0, 3 * rank_0]))
+    sums = MetricSums()
+    sums._add("m", torch.tensor(2.0), 1)
+    assert sums.reduce({"tokens": 5}, {"peak": 7}) == {"m": 2.0, "tokens": 20.0, "peak": 21.0}

@@ -51,8 +51,11 @@ def names(run: Path) -> list[str]:
     return [c.name for c in checkpoints(run)]
 
 
-def test_a_marked_checkpoint_is_complete(tmp_path):
+def test_a_marked_checkpoint_is_complete_and_on_disk(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}")))
     folder = write_checkpoint(tmp_path, 3)
+    assert {str(path) for path in folder.rglob("*.*") if path.name != COMPLETE} == {*flushed[:-1]}
     assert why_incomplete(folder) is None
     mark = json.loads((folder / COMPLETE).read_text())
     assert set(mark["files"]) == {"model.safetensors", "trainer_state.json", "global_step3/zero_pp_rank_0.pt"}

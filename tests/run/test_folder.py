@@ -83,11 +83,10 @@ def test_status_holds_the_contract(tmp_path):
 def test_the_verdict_is_written_on_a_full_disk_too(tmp_path, monkeypatch):
     write_status(tmp_path, "running", step=3)
 
-    def full(path, value):
-        path.with_name(f".{path.name}.partial").touch()
+    def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(folder, "write_json", full)
+    monkeypatch.setattr(os, "fsync", full)
     write_status(tmp_path, "failed", 1, "disk full")
     assert read_status(tmp_path)["message"] == "disk full"
     assert [p.name for p in tmp_path.iterdir()] == [STATUS]

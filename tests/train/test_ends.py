@@ -19,7 +19,7 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.report.page import write_report
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
-from sfm_dpo.run.folder import DATA, read_file, read_status
+from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, read_file, read_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run
 from sfm_dpo.train.callbacks import ProgressLine
@@ -61,9 +61,30 @@ def test_a_mismatch_is_refused_the_end_is_evaluated_and_made_again(
     assert f"{evals[3]:.3f}" in capsys.readouterr().out.rpartition("held out")[2]
 
     (run / "README.md").unlink()
+    (run / STOP).touch()
     assert train_dpo.main(fields) == 0
     assert "already done" in capsys.readouterr().out
-    assert (run / "README.md").is_file()
+    assert (run / "README.md").is_file() and not (run / STOP).exists()
+
+    weights = (run / "model.safetensors").read_bytes()
+    (run / "model.safetensors").write_bytes(weights[:-1])
+    assert train_dpo.main(fields) == 2
+    error = error_line(capsys.readouterr().err)
+    remedy = f"remove {run}/status.json and run its command again, which saves the model again from {run}/checkpoint-3"
+    assert "has a damaged model.safetensors" in error and error.endswith(remedy)
+    (run / "status.json").unlink()
+    (run / ".error.txt.n1.7.partial").touch()  # of a killed process
+    (run / "checkpoint-1" / COMPLETE).unlink()  # a rotation was killed
+    assert train_dpo.main(fields) == 0
+    assert (run / "model.safetensors").read_bytes() == weights
+    assert not list(run.glob(".*.partial")) and not (run / "checkpoint-1").exists()
+
+
+def test_a_folder_that_is_removed_at_the_end_is_one_line(run, monkeypatch, capsys, environment):
+    (run / "report.html").unlink()
+    monkeypatch.setattr(training_run, "write_report", shutil.rmtree)
+    assert train_dpo.main(["--config", str(run / RESOLVED_CONFIG), "--output_dir", str(run)]) == 1
+    assert error_line(capsys.readouterr().err).endswith(f"{run}: was removed or moved during the run; start it again")
 
 
 UNWRITABLE = {errno.ENOSPC: "free space", errno.EACCES: "give yourself write permission"}

@@ -11,16 +11,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig
 from safetensors.numpy import load_file
 
 from sfm_dpo.common.errors import StopRequested, UserError
 from sfm_dpo.train import reference_cache
 from sfm_dpo.train.callbacks import Progress
+from sfm_dpo.train.frozen_model import FrozenModel
 from tests.tiny_models import tiny_model
 from tests.toolbox import as_options
-from tests.train.test_trainer import make_trainer
+from tests.train.test_trainer import make_trainer, pairs
 
 
 def tokens(rows: int = 40, seed: int = 0) -> Dataset:
@@ -107,13 +108,11 @@ def test_one_job_computes_the_others_wait_and_one_takes_over_from_a_killed_one(t
     assert len(rows) == 128 and rows.total() <= 128 + 2, "only the shard that the killed job had is computed twice"
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "other rows", "nan"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "other rows"])
 def test_damaged_shards_are_noticed(tmp_path, damage):
     path = tmp_path / "000000.safetensors"
     rows = np.arange(4)
     logps = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
-    if damage == "nan":
-        logps[0, 0] = np.nan
     reference_cache.write_shard(path, rows[::-1].copy() if damage == "other rows" else rows, logps)
     data = bytearray(path.read_bytes())
     if damage == "truncate":
@@ -127,6 +126,20 @@ def test_damaged_shards_are_noticed(tmp_path, damage):
     reference_cache.write_shard(path, rows, np.ones((4, 2)))
     assert (reference_cache.read_shard(path, rows) == 1).all()
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_log_prob_that_is_not_finite_is_computed_again_alone_and_then_refused(tmp_path):
+    bad = {1: lambda rows: len(rows) > 1, 130: lambda rows: True}
+
+    def score(rows: np.ndarray) -> torch.Tensor:
+        return torch.tensor([[torch.nan if bad.get(row, len)(rows) is True else row, 1.0] for row in rows])
+
+    cache = reference_cache.ReferenceCache(tmp_path, np.full(256, 8), 32)
+    with pytest.raises(reference_cache.NotFinite) as caught:
+        cache.compute(cache.missing_shards(), score, lambda done, total, owner: None)
+    assert caught.value.status == {"pair": 130}
+    assert cache.missing_shards() == list(range(130 // 4, 64)) and not cache.lease.path.exists()
+    assert cache.read(0)[:, 0].tolist() == [0, 1, 2, 3]
 
 
 @pytest.fixture
@@ -228,6 +241,14 @@ def test_the_pass_says_how_long_it_takes(tmp_path, monkeypatch, capsys):
     report(10, 40, "")
     lines = [printed.partition(" ")[2] for printed in capsys.readouterr().out.splitlines()]
     assert lines == ["reference, train: 25% of 40 tokens, ETA 0:03:00"]
+
+
+def test_a_pair_without_a_finite_reference_is_named(tiny_folder, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(FrozenModel, "score", lambda self, data, rows: torch.full((len(rows), 2), torch.nan))
+    origins = {"source": ["p.jsonl"] * 8, "row": list(range(1, 9))}
+    data = concatenate_datasets([pairs(), Dataset.from_dict(origins)], axis=1)
+    with pytest.raises(UserError, match=r"^p.jsonl: row 3: the reference's log-probs .* not finite; remove that row"):
+        make_trainer(tiny_folder("llama"), tmp_path / "run", "--precompute_ref_log_probs=true", data=data)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line():
