@@ -14,12 +14,14 @@ import xxhash
 PROJECT = Path(__file__).resolve().parents[2]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes the file so that a reader sees the old or the new text, never part of it, even after a power cut."""
+def write_atomically(path: Path, text: str, durable: bool = True) -> None:
+    """Writes the file so that a reader sees the old or the new text, never part of it; if `durable`, even after a
+    power cut, which takes long on a shared file system."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w") as file:
         file.write(text)
-        sync(file)
+        if durable:
+            sync(file)
     partial.replace(path)
 
 
@@ -36,8 +38,8 @@ def follow_umask(path: Path) -> None:
     path.chmod(0o666 & ~umask)
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_atomically(path, json.dumps(value, indent=2) + "\n")
+def write_json(path: Path, value: Any, durable: bool = True) -> None:
+    write_atomically(path, json.dumps(value, indent=2) + "\n", durable)
 
 
 def hash_file(path: Path) -> str:

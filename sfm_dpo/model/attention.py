@@ -81,6 +81,14 @@ def usable_kernels(choice: str) -> list[str]:
     return usable
 
 
+# Upstream: torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, select_sdp_backend: takes cuDNN 9.20. The
+# gradient of the queries is NaN there with a mask, a length of 64 modulo 128 and a logsumexp below -88.7, and greedy
+# decoding is wrong on B200 for models with few KV heads. Canary: test_canary_cudnn_attention
+def disable_cudnn_attention() -> None:
+    """For padded attention and `generate`; packed attention never takes it."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def activate_flash(choice: str) -> None:
     """Makes `varlen_attn` use fa2 (PyTorch's own), fa3 or fa4. Raises UserError if it cannot be activated."""
     name = choice.upper()

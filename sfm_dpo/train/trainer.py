@@ -27,7 +27,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer, get_peft_config
 from trl.trainer import dpo_trainer
 
-from sfm_dpo.common.distributed import is_main_process, launched_with
+from sfm_dpo.common.distributed import is_main_process, launched_with, set_zero_timeout
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import follow_umask
 from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
@@ -133,6 +133,8 @@ class SFMDPOTrainer(DPOTrainer):
         super().create_accelerator_and_postprocess()
         use_fsdp_on_cpu(self.accelerator)
         plugin = self.accelerator.state.deepspeed_plugin
+        if plugin:
+            set_zero_timeout(self.args.ddp_timeout)
         gather = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
         if plugin and plugin.zero_stage == 3 and not plugin.get_value(gather, False):
             raise UserError(f"DeepSpeed configuration: {gather} must be true; otherwise only shards would be saved")

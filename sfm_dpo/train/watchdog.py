@@ -87,7 +87,7 @@ class Watchdog:
         }
         with contextlib.suppress(OSError):  # a full disk; this rank knows its own count
             self.heartbeats.mkdir(exist_ok=True)
-            write_json(self.heartbeats / f"rank-{rank()}.json", beat)
+            write_json(self.heartbeats / f"rank-{rank()}.json", beat, durable=False)
         return beat
 
     def _end(self, limit: float, culprit: dict[str, Any], cause: str) -> None:

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention import register_flash_attention_impl
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, register_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import add_fused_lm_head
@@ -23,6 +24,19 @@ ON_GPU = pytest.param("cuda", torch.bfloat16, 3e-2, marks=GPU)
 ON_GPU_ALONE = [
     pytest.param("cuda", dtype, error, marks=GPU) for dtype, error in ((torch.float16, 5e-3), (torch.float32, 1e-4))
 ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_canary_cudnn_attention():
+    query, key, value = (torch.randn(1, 1, 704, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    query[..., 0] = 1
+    key[..., 0] = -120 * 8  # each logit is about -120
+    query.requires_grad_()
+    mask = torch.ones(704, 704, dtype=torch.bool, device="cuda").tril()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask[None, None]).sum().backward()
+    assert query.grad.isnan().any()
 
 
 def inputs(lengths, heads=4, kv_heads=4, device="cpu", dtype=torch.float32):

@@ -33,6 +33,12 @@ def test_weights_that_could_run_code_are_not_loaded(tiny_folder, tmp_path):
         load_model(str(folder), {})
 
 
+def test_cudnn_attention_is_off_once_a_model_is_loaded(tiny_folder):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    load_model(str(tiny_folder("llama")), {})
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 class Attack:
     def __init__(self, file):
         self.file = file
