@@ -152,10 +152,10 @@ def test_ctrl_c_and_sigterm_are_a_stop(tiny_folder, write_rows, tmp_path, monkey
             if state.global_step == step:
                 signal.raise_signal(number)
 
-        def write(path, value, number=number):
+        def write(path, value, number=number, **options):
             if value.get("state") == "stopped":
                 signal.raise_signal(number)  # once more
-            write_json(path, value)
+            write_json(path, value, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(ProgressLine, "on_step_begin", interrupt)
