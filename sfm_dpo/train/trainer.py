@@ -40,7 +40,7 @@ from sfm_dpo.model.attention import activate_flash, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import compile_layers, identify_model, load_model, load_model_config, model_init_kwargs
 from sfm_dpo.model.packing import enable_padding_free, find_delta_nets, has_delta_net_kernels
-from sfm_dpo.model.sharding import keep_precision, use_fsdp_on_cpu
+from sfm_dpo.model.sharding import keep_precision, prepare_blocks, use_fsdp_on_cpu
 from sfm_dpo.run.checkpoint import COMPLETE
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, ResumeCallback
@@ -107,7 +107,8 @@ class SFMDPOTrainer(DPOTrainer):
         building = user_input("building the trainer", "correct the field it names; for LoRA, lora_target_modules")
         # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: hashes all weights on each rank for
         # the cache of _precompute_ref_logps below: 22 s for 7B. Canary: test_canary_hash_module
-        with building, patch.object(dpo_trainer, "hash_module", return_value=None):
+        patches = patch.multiple(dpo_trainer, hash_module=lambda model: None, prepare_fsdp=prepare_blocks)
+        with building, patches:
             super().__init__(
                 ref_model=load_reference(config, options["peft_config"] is not None),
                 model=load_configured_model(config),
@@ -480,11 +481,13 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     return derived
 
 
-def load_configured_model(config: Config) -> PreTrainedModel:
+def load_configured_model(config: Config, is_reference: bool = False) -> PreTrainedModel:
     """The model of a configuration, for the policy or the reference."""
     options = {"trust_remote_code": config.train.trust_remote_code} | model_init_kwargs(config)
-    if launched_with() == "zero" and config.train.bf16 and options["dtype"] == "float32":
-        # DeepSpeed casts the weights to bf16 and makes fp32 masters of that: the same bits in half the host's memory
+    casts = launched_with() == "zero" or (launched_with() == "fsdp" and is_reference)
+    if casts and config.train.bf16 and options["dtype"] == "float32":
+        # DeepSpeed casts the weights to bf16 and makes fp32 masters of that; FSDP2 casts what it gathers. So these are
+        # the same bits in half the host's memory
         options["dtype"] = "bfloat16"
     name = config.model.model_name_or_path
     model = load_model(name, options, config.model_field)
@@ -499,10 +502,10 @@ def load_configured_model(config: Config) -> PreTrainedModel:
 def load_reference(config: Config, has_adapter: bool) -> PreTrainedModel | None:
     """A separate reference model; None if the policy's weights are the reference's, or their log-probs are cached."""
     if config.train.ref_model_name_or_path:
-        return load_configured_model(config.reference)
+        return load_configured_model(config.reference, is_reference=True)
     # FSDP2 splits the policy only when training begins, so even a cached reference needs its own model
     needs_reference = not config.train.precompute_ref_log_probs or launched_with() == "fsdp"
-    return load_configured_model(config) if needs_reference and not has_adapter else None
+    return load_configured_model(config, is_reference=True) if needs_reference and not has_adapter else None
 
 
 def build_sampler(dataset: Dataset, args: TrainConfig, settings: Settings) -> PairSampler:

@@ -227,8 +227,16 @@ def test_the_flash_kernel_is_the_one_asked_for(monkeypatch, capsys):
         return attention.kernel_name(torch.device("cuda"), torch.bfloat16, 64)
 
     assert kernel("fa2") == "FA2"
-    assert attention.usable_kernels("auto") == []
-    assert 'counted, not measured): pip install "flash-attn-4[cu13]==4.0.0b17"' in capsys.readouterr().out
+    for major, cuda, package in (
+        (10, "13.0", "flash-attn-4[cu13]"),
+        (9, "12.6", "flash-attn-4"),
+        (9, "13.0", "flash"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda given=major: (given, 0))
+        assert attention.usable_kernels("auto") == []
+        out = capsys.readouterr().out
+        assert f'slow on sm_{major}0; FA4 is not installed: pip install "{package}' in out and "==4.0.0b17" in out
     assert kernel("fa9") == "FA9" and not removed
     assert kernel("fa2") == "FA2" and removed
     for number in (3, 4):
