@@ -162,21 +162,21 @@ def select_pairs(trainer: Any, model: Any) -> list[tuple[tuple[int, ...], tuple[
 
 
 @contextmanager
-def computing(trainer: Any, model: Any, result: Computed, backward: bool) -> Iterator[None]:
-    """For a forward and its backward, whose gradients `result` takes."""
+def computing(trainer: Any, model: Any, backward: bool, stance: str = "force_eager") -> Iterator[Computed]:
+    """For a forward that fills `logps`; then follows the backward of the loss at step 0, where policy and reference
+    agree, up to a factor."""
+    result = Computed()
     layers = trainer.settings.checkpointed_layers
     if trainer.accelerator.device.type == "cuda":  # these pairs may need more memory than the run's micro-batch
         layers = len(blocks(model))
     checkpoints = checkpointed(trainer, layers)
-    with take_gradients(model, result), checkpoints, precision(trainer), torch.set_grad_enabled(backward):
-        yield
-
-
-def step_0_loss(logps: Sequence[torch.Tensor]) -> torch.Tensor:
-    """From the log-probs of chosen and rejected tokens: the loss of step 0, where policy and reference agree, has this
-    one's gradient, up to a factor."""
-    chosen, rejected = (of_row.sum() / max(len(of_row), 1) for of_row in logps)
-    return rejected - chosen
+    with torch.compiler.set_stance(stance), take_gradients(model, result), checkpoints, precision(trainer):
+        with torch.set_grad_enabled(backward):
+            yield result
+        if backward:
+            chosen, rejected = (logps.sum() / max(len(logps), 1) for logps in result.logps)
+            (rejected - chosen).backward()
+    result.logps = [logps.detach().float().cpu() for logps in result.logps]
 
 
 def compute_pair(trainer: Any, model: Any, backward: bool, path: str, rows: Sequence[int], place: int = 0) -> Computed:
@@ -185,15 +185,9 @@ def compute_pair(trainer: Any, model: Any, backward: bool, path: str, rows: Sequ
     mask = batch.pop("completion_mask")
     labels = batch["input_ids"].masked_fill(mask == 0, -100)
     options: dict[str, Any] = {"path": path} if trainer.packed else {}
-    result = Computed()
-    stance = "force_eager" if path == "padded" else "default"
-    with torch.compiler.set_stance(stance), computing(trainer, model, result, backward):
+    with computing(trainer, model, backward, "force_eager" if path == "padded" else "default") as result:
         log_probs = model(**batch, labels=labels, fused_lm_head=True, use_cache=False, **options).log_probs
-        pair = [place, place + len(rows)]
-        logps = [log_probs[row][mask[row, 1:].bool()] for row in pair]
-        if backward:
-            step_0_loss(logps).backward()
-    result.logps = [of_row.detach().float().cpu() for of_row in logps]
+        result.logps = [log_probs[row][mask[row, 1:].bool()] for row in (place, place + len(rows))]
     return result
 
 
@@ -201,20 +195,15 @@ def compute_plainly(trainer: Any, model: Any, row: int, backward: bool) -> tuple
     """The pair by the model's own forward and head, a sequence at a time without a mask, and the root mean square of
     each token's largest logit."""
     batch = load_pairs(trainer, [row])
-    logps = []
     largest = []
-    result = Computed()
     columns = (batch["input_ids"], batch["attention_mask"].bool(), batch["completion_mask"])
-    with torch.compiler.set_stance("force_eager"), computing(trainer, model, result, backward):
+    with computing(trainer, model, backward) as result:
         for padded_ids, is_token, padded_completion in zip(*columns, strict=True):
             ids = padded_ids[is_token]
             trained = padded_completion[is_token][1:].bool()
             logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-            logps.append(torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0][trained])
+            result.logps.append(torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0][trained])
             largest.append(logits.detach().abs().amax(dim=-1).square())
-        if backward:
-            step_0_loss(logps).backward()
-    result.logps = [of_row.detach().cpu() for of_row in logps]
     return result, torch.cat(largest).mean().sqrt().item()
 
 
@@ -310,18 +299,19 @@ def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[float, dict
             worst = max(times, key=lambda what: times[what])
             ratio, size = times[worst]
             if ratio > ALLOWED:
-                cause = "" if math.isfinite(size) else f" ({explain_nan(model)})"
-                return f"{name} differs from padded in {worst} by {size:.2g}, {ratio:.0f} times noise{cause}"
+                return f"{name} differs from padded in {worst} by {size:.2g}, {ratio:.0f} times noise"
             ratios[name] = max(ratio, ratios.get(name, 0.0))
         return None
 
     noise = baseline(batches[0][0]).noise
     for what, size in noise.items():
         if not math.isfinite(size):
-            raise UserError(f"calibration: the base model's {what} are not finite; {explain_nan(model)}")
-    if trainer.zero_stage != 3 and (
-        difference := find_difference("TRL's fused head", lambda rows: baseline(rows).plain)
-    ):
+            remedy = "check its weights, or use bf16"
+            if find_delta_nets(model) and has_delta_net_kernels():
+                remedy = "the kernels return NaN on some GPUs, such as B200: pip uninstall flash-linear-attention"
+            raise UserError(f"calibration: the base model's {what} are not finite; {remedy}")
+    has_plain = trainer.zero_stage != 3
+    if has_plain and (difference := find_difference("TRL's fused head", lambda rows: baseline(rows).plain)):
         raise UserError(f"calibration: {difference}; it cannot train this model; {REPORT}")
     paths = ["padded", "packed", "shared"][: 1 + trainer.packed + trainer.prefix_sharing]
     for path in paths[1:]:
@@ -341,12 +331,6 @@ def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[float, dict
         else:
             usable.append(kernel)
     return noise["log-probs"], ratios, usable
-
-
-def explain_nan(model: Any) -> str:
-    if find_delta_nets(model) and has_delta_net_kernels():
-        return "flash-linear-attention returns NaN on some GPUs, such as B200: pip uninstall flash-linear-attention"
-    return "check its weights, or use bf16"
 
 
 def takes_flash(trainer: Any) -> bool:
@@ -458,14 +442,16 @@ def measure_speed(trainer: Any, model: Any, settings: Settings, kernels: list[st
     run = partial(run_micro_batch, trainer, model, rows, settings.checkpointed_layers)
     for kernel in kernels:
         try:
-            if len(kernels) > 1:
-                run_by_kernel(kernel, run)  # may compile the kernel for these shapes
+            if kernel != "fa2":
+                run_by_kernel(kernel, run)
         except KernelError as error:
-            if kernel in ("fa2", args.flash_attention):
-                raise UserError(f"flash_attention {args.flash_attention}: {error}; set another one") from error
+            if kernel == args.flash_attention:
+                raise UserError(f"flash_attention {kernel}: {error}; set flash_attention: fa2") from error
             log.warning(f"calibration: {error}; it is not used")
             continue
         activate_flash(kernel)
+        if len(kernels) > 1:
+            run()  # may compile the kernel for these shapes
         milliseconds[kernel] = 1000 * measure_seconds(trainer, run)
     chosen = min(milliseconds, key=lambda kernel: milliseconds[kernel])
     if args.flash_attention != "auto":
