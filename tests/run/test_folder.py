@@ -83,7 +83,7 @@ def test_status_holds_the_contract(tmp_path):
 def test_the_verdict_is_written_on_a_full_disk_too(tmp_path, monkeypatch):
     write_status(tmp_path, "running", step=3)
 
-    def full(path, value):
+    def full(path, value, **options):
         path.with_name(f".{path.name}.partial").touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 

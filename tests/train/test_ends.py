@@ -72,7 +72,7 @@ UNWRITABLE[errno.EROFS] = "use another node, or have it mounted read-write"
 def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsys, number, remedy, environment):
     error = OSError(number, os.strerror(number), "/disk/file")
 
-    def fail(*args):
+    def fail(*args, **options):
         raise error
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
