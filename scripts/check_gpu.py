@@ -9,6 +9,7 @@ Writes outputs/check-gpu. Exit codes: 0 nothing failed, 1 a check failed, 2 an e
 import sys
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
+import prefetch
 import torch
 
 from sfm_dpo.cluster.gpu_check import GpuCheck
@@ -27,6 +28,8 @@ def main(argv: list[str]) -> int:
     if not on_cpu and not torch.cuda.is_available():
         raise UserError("no GPU is visible; for a dry run: LAUNCH=cpu sbatch --gpus-per-node=0 scripts/check_gpu.sh")
     recipe = recipe or ["--config", "recipes/demo.yaml" if on_cpu else "recipes/think.yaml"]
+    if code := prefetch.main(["--download_only", *recipe]):  # downloads do not count to the time of a check
+        return code
     processes = options.processes or (2 if on_cpu else torch.cuda.device_count())
     rows = GpuCheck(PROJECT / "outputs/check-gpu", recipe, processes, not on_cpu).run()
     return int(any(row["result"] == "FAIL" for row in rows))

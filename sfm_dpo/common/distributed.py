@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,6 +91,18 @@ def disable_deepspeed_shm() -> None:
 
         if deepspeed.get_accelerator().device_name() == "cpu":  # it probes all ops, which takes seconds on a GPU
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+# Upstream: deepspeed 0.19, comm/torch.py, TorchBackend.new_group: passes no timeout on, so ZeRO reduces gradients on a
+# group with PyTorch's own, 10 minutes for NCCL. Canary: test_canary_timeout_of_zero
+def set_zero_timeout(seconds: int) -> None:
+    """Gives the group on which ZeRO reduces the timeout of the others. All ranks must call it, before any engine."""
+    import deepspeed
+    from deepspeed.utils import groups
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    deepspeed.init_distributed(dist_init_required=False)  # on CPU processes accelerate leaves it to the engine
+    _set_pg_timeout(timedelta(seconds=seconds), groups._get_data_parallel_group())
 
 
 def load_only_tensors() -> None:

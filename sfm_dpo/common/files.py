@@ -16,13 +16,15 @@ import xxhash
 PROJECT = Path(__file__).resolve().parents[2]
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes the file so that a reader sees the old or the new content, never part of it, even after a power cut."""
+def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
+    """Writes the file so that a reader sees the old or the new content, never part of it; if `durable`,
+    even after a power cut, which takes long on a shared file system."""
     partial = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.partial")  # others may write it, too
     try:
         with partial.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-            sync(file)
+            if durable:
+                sync(file)
         partial.replace(path)
     except BaseException:  # for instance a full disk
         with suppress(OSError):
@@ -43,8 +45,8 @@ def follow_umask(path: Path) -> None:
     path.chmod(0o666 & ~umask)
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_atomically(path, json.dumps(value, indent=2) + "\n")
+def write_json(path: Path, value: Any, durable: bool = True) -> None:
+    write_atomically(path, json.dumps(value, indent=2) + "\n", durable)
 
 
 def hash_file(path: Path) -> str:

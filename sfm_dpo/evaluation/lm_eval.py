@@ -13,6 +13,7 @@ import torch
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.common.statistics import mean_interval
+from sfm_dpo.model.attention import disable_cudnn_attention
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_evaluation, write_report
 from sfm_dpo.run.folder import EVALUATION, EVALUATIONS
@@ -89,6 +90,7 @@ def evaluate_benchmarks(model: SavedModel, options: dict[str, Any], with_base: b
 def run_lm_eval(model: dict[str, str], model_args: str, backend: str, **options: Any) -> dict:
     """lm-eval's results with `samples`. `model`, `model_args` (KEY=VALUE,...): arguments of its model `backend`."""
     lm_eval = importlib.import_module("lm_eval")
+    disable_cudnn_attention()
     on_gpu = torch.cuda.is_available()
     given = lm_eval.utils.simple_parse_args_string(model_args)
     return lm_eval.simple_evaluate(

@@ -4,6 +4,7 @@ It measures on the model, the pairs and the device of the run, before the refere
 arrive, so no weight changes. fit.py decides by what is measured here.
 """
 
+import functools
 import logging
 import math
 import re
@@ -29,8 +30,9 @@ from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.memory.planner import Candidate
 from sfm_dpo.model.attention import activate_flash, usable_kernels
-from sfm_dpo.model.flops import peak_flops
+from sfm_dpo.model.flops import attention_flops, peak_flops
 from sfm_dpo.model.loading import blocks, checkpoint_layers
+from sfm_dpo.model.packing import find_delta_nets, has_delta_net_kernels
 from sfm_dpo.train.callbacks import is_out_of_memory
 from sfm_dpo.train.frozen_model import frozen_model
 from sfm_dpo.train.metrics import peak_memory_gib
@@ -45,6 +47,7 @@ SMALL = 0.01  # kinds of tensor with a smaller share of the gradient's norm are 
 FASTER = 0.95  # of FA2's time: another kernel is chosen only if it takes less
 SAMPLES = 3  # of a duration
 ENOUGH = 4.0  # seconds
+REPORT = "it may be a false alarm: report this line with the model's name and environment.json"
 REMEDIES = {"packed": "padding_free: false", "shared": "prefix_sharing: false"}
 
 
@@ -54,7 +57,7 @@ class Computed:
 
     logps: list[torch.Tensor] = field(default_factory=list)  # nats, of the trained tokens of both responses
     norms: list[torch.Tensor] = field(default_factory=list)  # of the gradient of each trained parameter
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # a sample of each
+    gradients: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)  # by kind and name: a sample of each
 
     def norm(self) -> float:
         return torch.linalg.vector_norm(torch.stack(self.norms)).item()
@@ -69,7 +72,10 @@ def take_gradients(model: torch.nn.Module, computed: Computed | None = None) -> 
         parameter.grad = None
         if computed:
             computed.norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
-            computed.gradients[name] = gradient[:: gradient.numel() // SAMPLE | 1].float().cpu()  # odd: of all columns
+            # A kind is the same tensor of all layers. Norms and biases, small and noisy, are one kind
+            kind = re.sub(r"\.\d+\.", ".", name) if parameter.dim() > 1 else "norms and biases"
+            sample = gradient[:: gradient.numel() // SAMPLE | 1]  # odd: of all columns
+            computed.gradients[kind, name] = sample.float().cpu()
 
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     handles = [p.register_post_accumulate_grad_hook(partial(take, name)) for name, p in trained.items()]
@@ -96,56 +102,68 @@ def load_batch(trainer: Any, rows: Sequence[int]) -> dict[str, torch.Tensor]:
     return batch
 
 
-def select_pairs(trainer: Any) -> list[int]:
-    """Two pairs of median length; on a CPU, where a token is slow, the shortest."""
+def select_pairs(trainer: Any, model: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Batches of rows, in twos: the first row of a batch is compared, and if it differs that of the other one, too.
+    They are two pairs of median length (on a CPU, where a token is slow, the shortest) and, on a GPU, two that are
+    longer than the model's largest attention window, each alone, where there are any."""
     lengths = Lengths.of(trainer.train_dataset).truncate(trainer.args.max_length)
     is_trained = count_trained(trainer.train_dataset, trainer.args.max_length).min(axis=1) > 0
     order = np.argsort(np.where(is_trained, lengths.total, np.iinfo(np.int64).max), kind="stable")
-    middle = int(is_trained.sum()) // 2 if trainer.accelerator.device.type == "cuda" else 0
-    return [int(order[middle]), int(order[min(middle + 1, len(order) - 1)])]
+    on_gpu = trainer.accelerator.device.type == "cuda"
+    middle = int(is_trained.sum()) // 2 if on_gpu else 0
+    first, second = int(order[middle]), int(order[min(middle + 1, len(order) - 1)])
+    batches: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((first, second), (second, first))]
+    window = max((size for size, _ in attention_flops(model.config.get_text_config()) if size), default=0)
+    beyond = [int(row) for row in order[: is_trained.sum()] if lengths.total[row] >= window + WINDOW]
+    if on_gpu and window and beyond and first not in beyond:
+        batches.append(((beyond[0],), (beyond[min(1, len(beyond) - 1)],)))
+    return batches
 
 
-def compute_pair(trainer: Any, model: Any, rows: Sequence[int], path: str, backward: bool) -> Computed:
-    """The first of the pairs `rows`, computed in one batch with the others. The gradient is that of the loss at step
-    0, where policy and reference agree: of mean log-prob (rejected) - mean log-prob (chosen), up to a factor."""
+@contextmanager
+def computing(trainer: Any, model: Any, backward: bool, stance: str = "force_eager") -> Iterator[Computed]:
+    """For a forward that fills `logps`; then follows the backward of the loss at step 0, where policy and reference
+    agree, up to a factor."""
+    result = Computed()
+    layers = trainer.settings.checkpointed_layers
+    if trainer.accelerator.device.type == "cuda":  # these pairs may need more memory than the run's micro-batch
+        layers = len(blocks(model))
+    checkpoints = checkpointed(trainer, layers)
+    with torch.compiler.set_stance(stance), take_gradients(model, result), checkpoints, precision(trainer):
+        with torch.set_grad_enabled(backward):
+            yield result
+        if backward:
+            chosen, rejected = (logps.sum() / max(len(logps), 1) for logps in result.logps)
+            (rejected - chosen).backward()
+    result.logps = [logps.detach().float().cpu() for logps in result.logps]
+
+
+def compute_pair(trainer: Any, model: Any, backward: bool, path: str, rows: Sequence[int], place: int = 0) -> Computed:
+    """The pair at `place` of the pairs `rows`, computed in one batch with the others."""
     batch = load_batch(trainer, rows)
     mask = batch.pop("completion_mask")
     labels = batch["input_ids"].masked_fill(mask == 0, -100)
     options: dict[str, Any] = {"path": path} if trainer.packed else {}
-    result = Computed()
-    layers = trainer.settings.checkpointed_layers
-    if trainer.accelerator.device.type == "cuda":  # two median pairs may need more memory than the run's micro-batch
-        layers = len(blocks(model))
-    with take_gradients(model, result), checkpointed(trainer, layers), precision(trainer):
-        with torch.set_grad_enabled(backward):
-            log_probs = model(**batch, labels=labels, fused_lm_head=True, use_cache=False, **options).log_probs
-        pair = [0, len(rows)]
-        logps = log_probs[pair]
-        trained = mask[pair, 1:].bool()
-        if backward:
-            signs = torch.tensor([[-1.0], [1.0]], device=mask.device)
-            (signs * trained / trained.sum(dim=1, keepdim=True).clamp(min=1) * logps).sum().backward()
-    result.logps = [row[of_row].detach().float().cpu() for row, of_row in zip(logps, trained, strict=True)]
+    with computing(trainer, model, backward, "force_eager" if path == "padded" else "default") as result:
+        log_probs = model(**batch, labels=labels, fused_lm_head=True, use_cache=False, **options).log_probs
+        result.logps = [log_probs[row][mask[row, 1:].bool()] for row in (place, place + len(rows))]
     return result
 
 
-@torch.no_grad()
-def compute_plainly(trainer: Any, model: Any, row: int) -> tuple[Computed, float]:
-    """The pair by the model's own forward and head, a sequence at a time, and the root mean square of each token's
-    largest logit."""
+def compute_plainly(trainer: Any, model: Any, row: int, backward: bool) -> tuple[Computed, float]:
+    """The pair by the model's own forward and head, a sequence at a time without a mask, and the root mean square of
+    each token's largest logit."""
     batch = load_batch(trainer, [row])
-    logps = []
     largest = []
-    columns = (batch["input_ids"], batch["attention_mask"], batch["completion_mask"])
-    for padded_ids, mask, padded_completion in zip(*columns, strict=True):
-        ids = padded_ids[mask.bool()]
-        trained = padded_completion[mask.bool()][1:].bool()
-        with precision(trainer), torch.compiler.set_stance("force_eager"):
-            output = model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None]), use_cache=False)
-        logits = output.logits[0, :-1].float()
-        logps.append(torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0][trained].cpu())
-        largest.append(logits.abs().amax(dim=-1).square())
-    return Computed(logps), torch.cat(largest).mean().sqrt().item()
+    columns = (batch["input_ids"], batch["attention_mask"].bool(), batch["completion_mask"])
+    with computing(trainer, model, backward) as result:
+        for padded_ids, is_token, padded_completion in zip(*columns, strict=True):
+            ids = padded_ids[is_token]
+            trained = padded_completion[is_token][1:].bool()
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+            result.logps.append(torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0][trained])
+            largest.append(logits.detach().abs().amax(dim=-1).square())
+    return result, torch.cat(largest).mean().sqrt().item()
 
 
 def precision(trainer: Any) -> Any:
@@ -178,11 +196,10 @@ def compare(a: Computed, b: Computed) -> dict[str, float]:
     found = {"log-probs": max(windows, default=0.0)}
     if b.norms and a.norm():
         found["gradient's norm"] = abs(b.norm() / a.norm() - 1)
-        sizes: dict[str, float] = defaultdict(float)  # squared, by kind: the same tensor of all layers
+        sizes: dict[str, float] = defaultdict(float)  # squared, by kind
         differences: dict[str, float] = defaultdict(float)
-        for name in a.gradients | b.gradients:
-            kind = re.sub(r"\.\d+\.", ".", name)
-            mine, other = (of.gradients.get(name, torch.zeros(1)) for of in (a, b))  # an expert may get no token
+        for kind, name in a.gradients | b.gradients:
+            mine, other = (of.gradients.get((kind, name), torch.zeros(1)) for of in (a, b))  # an expert without tokens
             sizes[kind] += mine.square().sum().item()
             differences[kind] += (other - mine).square().sum().item()
         compared = [kind for kind in sizes if sizes[kind] > SMALL**2 * sum(sizes.values())]
@@ -191,47 +208,81 @@ def compare(a: Computed, b: Computed) -> dict[str, float]:
     return {what: max(of_rank.get(what, 0.0) for of_rank in every) for what in set().union(*every)}
 
 
+class Baseline:
+    """The first pair of `rows` by the padded path, alone, and its noise: how far other right computations of the pair
+    differ from that, the largest of several, as a single one may agree by chance."""
+
+    def __init__(self, trainer: Any, model: Any, backward: bool, rows: tuple[int, ...]):
+        compute = partial(compute_pair, trainer, model, backward, "padded")
+        rounding = LOGP_ROUNDING[trainer.accelerator.mixed_precision]
+        logit = TYPICAL_LOGIT
+        if trainer.zero_stage != 3:  # DeepSpeed would expect the head's module in each later forward, too
+            self.plain, logit = compute_plainly(trainer, model, rows[0], backward)
+        self.alone = compute(rows[:1])
+        self.least = GRADIENT * rounding  # where two shapes agree, as they may on a CPU
+        self.noise = {"log-probs": rounding * max(gather(logit))}
+        if len(rows) > 1:
+            self.add_noise(compute(rows))
+            self.add_noise(compute(rows[::-1], place=1))
+        if trainer.zero_stage != 3:
+            self.add_noise(self.plain, ALLOWED)  # by another kernel, as without a mask
+
+    def add_noise(self, right: Computed, most: float = math.inf) -> None:
+        """`most`: by how many times the noise may grow."""
+        for what, size in compare(self.alone, right).items():
+            before = self.noise.get(what, self.least)
+            self.noise[what] = max(before, min(size, most * before))
+
+    def count_times(self, other: Computed) -> dict[str, tuple[float, float]]:
+        """By what differs: how many times the noise, and how far."""
+        differences = compare(self.alone, other)
+        return {what: (size / self.noise.get(what, self.least), size) for what, size in differences.items()}
+
+
 def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[float, dict[str, float], list[str]]:
     """The noise of log-probs, the ratio of differences to noise of each path and kernel, and the kernels that may be
     used, FA2 first. Raises UserError if a path, or the kernel that is asked for, differs by more than noise."""
-    rows = select_pairs(trainer)
-    rounding = LOGP_ROUNDING[trainer.accelerator.mixed_precision]
     activate_flash("fa2")
-    plain = None
-    logit = TYPICAL_LOGIT
-    if trainer.zero_stage != 3:  # DeepSpeed would expect the head's module in each later forward, too
-        plain, logit = compute_plainly(trainer, model, rows[0])
-    with torch.compiler.set_stance("force_eager"):
-        alone = compute_pair(trainer, model, rows[:1], "padded", backward)
-        beside = compute_pair(trainer, model, rows, "padded", backward)
-    floors = {"log-probs": rounding * max(gather(logit))}  # on a CPU two shapes may agree bitwise
-    noise = {what: max(size, floors.get(what, GRADIENT * rounding)) for what, size in compare(alone, beside).items()}
-    for what, size in noise.items():
-        if not math.isfinite(size):
-            raise UserError(f"calibration: the base model's {what} are not finite; check its weights, or use bf16")
+    batches = select_pairs(trainer, model)
+    baseline = functools.cache(partial(Baseline, trainer, model, backward))
+    compute = partial(compute_pair, trainer, model, backward)
     ratios: dict[str, float] = {}
 
-    def find_difference(name: str, other: Computed) -> str | None:
-        """How the path differs by more than noise."""
-        differences = compare(alone, other)
-        times = {what: size / noise.get(what, GRADIENT * rounding) for what, size in differences.items()}
-        worst = max(times, key=lambda what: times[what])
-        if times[worst] > ALLOWED:
-            return f"{name} differs from padded in {worst} by {differences[worst]:.2g}, {times[worst]:.0f} times noise"
-        ratios[name] = times[worst]
+    def find_difference(name: str, compute: Callable[[tuple[int, ...]], Computed]) -> str | None:
+        """How the path differs by more than noise, in both of two pairs."""
+        for rows, others in batches:
+            times = baseline(rows).count_times(compute(rows))
+            if max(times.values())[0] > ALLOWED:
+                again = baseline(others).count_times(compute(others))
+                times = {what: min(found, again.get(what, found)) for what, found in times.items()}
+            worst = max(times, key=lambda what: times[what])
+            ratio, size = times[worst]
+            if ratio > ALLOWED:
+                return f"{name} differs from padded in {worst} by {size:.2g}, {ratio:.0f} times noise"
+            ratios[name] = max(ratio, ratios.get(name, 0.0))
         return None
 
-    if plain and (difference := find_difference("TRL's fused head", plain)):
-        raise UserError(f"calibration: {difference}; it cannot train this model: report it with the model's name")
-    for path in ["packed", "shared"][: trainer.packed + trainer.prefix_sharing]:
-        if difference := find_difference(path, compute_pair(trainer, model, rows, path, backward)):
-            raise UserError(f"calibration: {difference}; set {REMEDIES[path]}")
+    noise = baseline(batches[0][0]).noise
+    for what, size in noise.items():
+        if not math.isfinite(size):
+            remedy = "check its weights, or use bf16"
+            if find_delta_nets(model) and has_delta_net_kernels():
+                remedy = "the kernels return NaN on some GPUs, such as B200: pip uninstall flash-linear-attention"
+            raise UserError(f"calibration: the base model's {what} are not finite; {remedy}")
+    has_plain = trainer.zero_stage != 3
+    if has_plain and (difference := find_difference("TRL's fused head", lambda rows: baseline(rows).plain)):
+        raise UserError(f"calibration: {difference}; it cannot train this model; {REPORT}")
+    paths = ["padded", "packed", "shared"][: 1 + trainer.packed + trainer.prefix_sharing]
+    for path in paths[1:]:
+        if difference := find_difference(path, partial(compute, path)):
+            raise UserError(f"calibration: {difference}; set {REMEDIES[path]}; {REPORT}")
     asked = trainer.config.train.flash_attention
     usable = ["fa2"]
     for kernel in usable_kernels(asked) if takes_flash(trainer) else ():
-        computed, failure = compute_by_kernel(trainer, model, rows, kernel, backward)
-        failures = [text for text in gather(failure) if text]
-        difference = f"{kernel} fails: {failures[0]}" if failures else find_difference(kernel, computed)
+        try:
+            difference = find_difference(kernel, partial(run_by_kernel, kernel, compute, paths[-1]))
+        except KernelError as error:
+            difference = str(error)
         if difference and asked != "auto":
             raise UserError(f"flash_attention {asked}: {difference}; set flash_attention: fa2")
         if difference:
@@ -245,20 +296,25 @@ def takes_flash(trainer: Any) -> bool:
     return trainer.packed and not trainer.attention_kernel().startswith("SDPA")
 
 
-def compute_by_kernel(
-    trainer: Any, model: Any, rows: Sequence[int], kernel: str, backward: bool
-) -> tuple[Computed, str | None]:
-    """The pair by another kernel, or why the kernel fails."""
-    path = "shared" if trainer.prefix_sharing else "packed"
+class KernelError(Exception):
+    """Why an attention kernel fails; raised on all ranks if it fails on one."""
+
+
+def run_by_kernel(kernel: str, action: Callable[..., Any], *args: Any) -> Any:
+    """What `action`, which may not wait for other ranks, returns with another kernel than FA2. All ranks must call it.
+    Raises KernelError."""
+    result = failure = None
     try:
         activate_flash(kernel)
-        return compute_pair(trainer, model, rows, path, backward), None
+        result = action(*args)
     except Exception as error:  # of an import, a compilation or a launch
-        if is_out_of_memory(error):
-            raise
-        return Computed(), str(error).partition("\n")[0] or type(error).__name__
+        traceback.clear_frames(error.__traceback__)  # which hold memory
+        failure = str(error).partition("\n")[0] or type(error).__name__
     finally:
         activate_flash("fa2")
+    if failures := [text for text in gather(failure) if text]:
+        raise KernelError(f"{kernel} fails: {failures[0]}")
+    return result
 
 
 def count_released(trainer: Any) -> int:
@@ -325,9 +381,17 @@ def choose_kernel(trainer: Any, model: Any, kernels: list[str]) -> tuple[str, di
         return (kernels[0] if asked == "auto" else asked), {}
     rows = select_average(trainer, 1)
     milliseconds = {}
+    run = partial(run_micro_batch, trainer, model, rows, len(blocks(model)))
     for kernel in kernels:
+        try:
+            if kernel != "fa2":
+                run_by_kernel(kernel, run)
+        except KernelError as error:
+            if kernel == asked:
+                raise UserError(f"flash_attention {kernel}: {error}; set flash_attention: fa2") from error
+            log.warning(f"calibration: {error}; it is not used")
+            continue
         activate_flash(kernel)
-        run = partial(run_micro_batch, trainer, model, rows, len(blocks(model)))
         milliseconds[kernel] = 1000 * measure_seconds(trainer, run)
     fastest = min(milliseconds, key=lambda kernel: milliseconds[kernel])
     if milliseconds[fastest] > FASTER * milliseconds["fa2"]:

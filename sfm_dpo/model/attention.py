@@ -23,6 +23,7 @@ from sfm_dpo.common.errors import UserError
 log = logging.getLogger(__name__)
 
 PACKED = "packed"
+FA4 = "4.0.0b17"  # of flash-attn-4: the release that PyTorch 2.13 calls; from b19 on it returns more
 _BLOCK = 128  # queries in one call if a window cuts keys off
 
 # Arguments that transformers' models pass to an attention function and varlen_attn does not support
@@ -75,10 +76,19 @@ def usable_kernels(choice: str) -> list[str]:
         "fa4": capability[0] in (9, 10) and is_flash_attn_4_available(),
     }
     usable = [kernel for kernel, fits in fitting.items() if fits]
-    if capability[0] == 10 and not usable:
-        remedy = 'pip install "flash-attn-4[cu13]==4.0.0b17"; the next run compares and times it'
-        log.info(f"attention by FA2 on sm_100: FA4 adds over 10 points of MFU (counted, not measured): {remedy}")
+    if capability[0] in (9, 10) and not usable:
+        extra = "[cu13]" if str(torch.version.cuda).startswith("13") else ""
+        remedy = f'pip install "flash-attn-4{extra}=={FA4}"; the next run compares and times it'
+        log.info(f"attention by FA2, which is slow on sm_{capability[0]}0; FA4 is not installed: {remedy}")
     return usable
+
+
+# Upstream: torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, select_sdp_backend: takes cuDNN 9.20. The
+# gradient of the queries is NaN there with a mask, a length of 64 modulo 128 and a logsumexp below -88.7, and greedy
+# decoding is wrong on B200 for models with few KV heads. Canary: test_canary_cudnn_attention
+def disable_cudnn_attention() -> None:
+    """For padded attention and `generate`; packed attention never takes it."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def activate_flash(choice: str) -> None:

@@ -28,6 +28,7 @@ from sfm_dpo.common.distributed import on_main_process
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import hash_file
 from sfm_dpo.config.fields import Config
+from sfm_dpo.model.attention import disable_cudnn_attention
 
 CONTENT = (".safetensors", ".gguf", ".py")  # of files that decide what a model in a folder computes
 FOLDER = "hash-"  # an id that is no commit on the Hub begins with it
@@ -64,6 +65,7 @@ def has_balancing_loss(config: Config, model_config: PretrainedConfig) -> bool:
 def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_or_path") -> PreTrainedModel:
     """The causal language model in a folder or on the Hub, in fp32 unless a dtype is given. Raises UserError for
     unknown `init_kwargs`, and for missing weights, which transformers 5.24 would initialise at random."""
+    disable_cudnn_attention()
     kwargs = {"dtype": "float32", "use_safetensors": True} | init_kwargs  # .bin files can run code
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if PartialState().distributed_type == DistributedType.NO and PartialState().device.type == "cuda":

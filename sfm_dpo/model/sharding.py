@@ -13,10 +13,12 @@ import yaml
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from trl.models import prepare_fsdp
 
 from sfm_dpo.common.distributed import launch_file, launched_with
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
+from sfm_dpo.model.loading import blocks
 
 LAUNCHES = ("zero2", "zero3", "fsdp2")
 
@@ -55,9 +57,18 @@ def use_fsdp_on_cpu(accelerator: Accelerator) -> None:
 # outputs and each layer's inputs to 16 bit, and no setting prevents it. Canary: test_canary_fsdp_outputs
 def keep_precision(fsdp_plugin: Any) -> None:
     """Keeps the precision of outputs and layer inputs under FSDP2: rounding log-probs to 16 bit hides what the policy
-    learned, and OLMo's RoPE is fp32, which the reference, a single FSDP2 unit, would keep."""
+    learned, and OLMo's RoPE is fp32."""
     if policy := fsdp_plugin.mixed_precision_policy:
         fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=False)
+
+
+# Upstream: trl 1.16, models/utils.py, prepare_fsdp: makes the reference one unit, so the whole model is moved to each
+# GPU before it is split, and each forward gathers all of it. Canary: test_canary_reference_is_one_unit
+def prepare_blocks(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
+    """Splits a reference for FSDP2, with each decoder block as a unit, as accelerate does with the policy."""
+    for module in (*blocks(model), model):
+        prepare_fsdp(module, accelerator)
+    return model
 
 
 # DeepSpeed 0.19 (DeepSpeedZeroOptimizer.average_tensor) frees a gradient larger than a bucket while the reduction

@@ -148,7 +148,7 @@ def write_status(
     status |= extra
     path = Path(run) / STATUS
     try:
-        write_json(path, status)
+        write_json(path, status, durable=state != State.RUNNING)  # which is written again and again
     except OSError as error:
         if error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT):
             return  # already logged

@@ -26,7 +26,14 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer, get_peft_config
 from trl.trainer import dpo_trainer
 
-from sfm_dpo.common.distributed import gather, is_main_process, launched_with, on_main_process, zero_stage
+from sfm_dpo.common.distributed import (
+    gather,
+    is_main_process,
+    launched_with,
+    on_main_process,
+    set_zero_timeout,
+    zero_stage,
+)
 from sfm_dpo.common.errors import GuardStopped, UserError, user_input
 from sfm_dpo.common.files import follow_umask
 from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
@@ -49,7 +56,7 @@ from sfm_dpo.model.loading import (
     model_init_kwargs,
 )
 from sfm_dpo.model.packing import decide_packing, enable_padding_free, find_delta_nets, has_delta_net_kernels
-from sfm_dpo.model.sharding import fit_buckets, keep_precision, local_shard, use_fsdp_on_cpu
+from sfm_dpo.model.sharding import fit_buckets, keep_precision, local_shard, prepare_blocks, use_fsdp_on_cpu
 from sfm_dpo.run.checkpoint import COMPLETE, keep_before
 from sfm_dpo.run.facts import RunFacts, Settings
 from sfm_dpo.train.callbacks import Progress
@@ -115,7 +122,8 @@ class SFMDPOTrainer(DPOTrainer):
         building = user_input("building the trainer", "correct the field it names; for LoRA, lora_target_modules")
         # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: hashes all weights on each rank for
         # the cache of _precompute_ref_logps below: 22 s for 7B. Canary: test_canary_hash_module
-        with building, patch.object(dpo_trainer, "hash_module", return_value=None):
+        patches = patch.multiple(dpo_trainer, hash_module=lambda model: None, prepare_fsdp=prepare_blocks)
+        with building, patches:
             super().__init__(
                 ref_model=load_reference(config, options["peft_config"] is not None),
                 model=load_configured_model(config),
@@ -141,6 +149,8 @@ class SFMDPOTrainer(DPOTrainer):
         super().create_accelerator_and_postprocess()
         use_fsdp_on_cpu(self.accelerator)
         plugin = self.accelerator.state.deepspeed_plugin
+        if plugin:
+            set_zero_timeout(self.args.ddp_timeout)
         gather = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
         if plugin and plugin.zero_stage == 3 and not plugin.get_value(gather, False):
             raise UserError(f"DeepSpeed configuration: {gather} must be true; otherwise only shards would be saved")
@@ -552,11 +562,13 @@ def fit_deepspeed_buckets(config: Config) -> None:
         plugin.deepspeed_config["zero_optimization"] = fit_buckets(zero, trained)
 
 
-def load_configured_model(config: Config) -> PreTrainedModel:
+def load_configured_model(config: Config, is_reference: bool = False) -> PreTrainedModel:
     """The model of a configuration, for the policy or the reference."""
     options = {"trust_remote_code": config.train.trust_remote_code} | model_init_kwargs(config)
-    if launched_with() == "zero" and config.train.bf16 and options["dtype"] == "float32":
-        # DeepSpeed casts the weights to bf16 and makes fp32 masters of that: the same bits in half the host's memory
+    casts = launched_with() == "zero" or (launched_with() == "fsdp" and is_reference)
+    if casts and config.train.bf16 and options["dtype"] == "float32":
+        # DeepSpeed casts the weights to bf16 and makes fp32 masters of that; FSDP2 casts what it gathers. So these are
+        # the same bits in half the host's memory
         options["dtype"] = "bfloat16"
     name = config.model.model_name_or_path
     model = load_model(name, options, config.model_field)
@@ -571,10 +583,10 @@ def load_configured_model(config: Config) -> PreTrainedModel:
 def load_reference(config: Config, has_adapter: bool) -> PreTrainedModel | None:
     """A separate reference model; None if the policy's weights are the reference's, or their log-probs are cached."""
     if config.train.ref_model_name_or_path:
-        return load_configured_model(config.reference)
+        return load_configured_model(config.reference, is_reference=True)
     # FSDP2 splits the policy only when training begins, so even a cached reference needs its own model
     needs_reference = not config.train.precompute_ref_log_probs or launched_with() == "fsdp"
-    return load_configured_model(config) if needs_reference and not has_adapter else None
+    return load_configured_model(config, is_reference=True) if needs_reference and not has_adapter else None
 
 
 def build_sampler(dataset: Dataset, args: TrainConfig, settings: Settings) -> PairSampler:

@@ -87,7 +87,7 @@ class Watchdog:
         more = {"others": self._beats[1:]} if is_main_process() else {}
         with contextlib.suppress(OSError):
             self.heartbeats.mkdir(exist_ok=True)
-            write_json(self.heartbeats / f"rank-{rank()}.json", mine | more)
+            write_json(self.heartbeats / f"rank-{rank()}.json", mine | more, durable=False)
 
     def _describe_progress(self) -> dict[str, Any]:
         written = 0

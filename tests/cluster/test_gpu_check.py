@@ -3,11 +3,13 @@
 import json
 from typing import Any
 
+import check_gpu
 import pytest
 from huggingface_hub import constants
 
 from sfm_dpo.cluster.gpu_check import LAUNCHES, GpuCheck
 from sfm_dpo.common.files import write_json
+from tests.toolbox import error_line
 
 NOISE = 0.008  # nats; 4 x beta x this is 0.16, and with 16 responses in a batch 0.04
 
@@ -55,6 +57,14 @@ def test_a_run_that_ends_badly_is_a_fail_and_the_others_are_checked(check):
     rows = {row["check"]: row for row in check.run()}
     assert rows["ZeRO-2"]["found"].startswith("RuntimeError: exit code 3: error: no such thing (")
     assert [row["result"] for row in rows.values()] == ["pass", "FAIL", "pass", "pass", "FAIL", "pass"]
+
+
+def test_data_that_cannot_be_loaded_end_it_before_the_first_check(monkeypatch, tiny_folder, capsys):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    recipe = ["--model_name_or_path", str(tiny_folder("olmo3")), "--dataset_name", "none.jsonl"]
+    assert check_gpu.main(recipe) == 2 and error_line(capsys.readouterr().err).startswith(
+        "error: dataset_name none.jsonl"
+    )
 
 
 def test_runs_have_the_login_and_files_of_their_own(check):

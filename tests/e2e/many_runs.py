@@ -1,7 +1,7 @@
 """Runs of train_dpo.py, a JSON file of command lines, in one set of processes: starts take longer than training.
 
 Each run's folder also gets dtypes.json: of the policy's parameters and buffers, the optimizer's master weights and
-moments, the reference log-probs and what a linear layer computes, at the last step.
+moments, the reference log-probs and what a linear layer computes, at the last step; and how long ZeRO may wait.
 """
 
 import gc
@@ -33,6 +33,9 @@ def recording(self, model, inputs, return_outputs):
         moments = [v for state in getattr(optimizer, "state", {}).values() for v in state.values()]
         for kind, some in (("masters", masters), ("moments", moments)):
             dtypes[kind] = sorted({str(t.dtype) for t in some if isinstance(t, torch.Tensor) and t.dim()})
+        if self.zero_stage:
+            group = self.model_wrapped.optimizer.dp_process_group
+            dtypes["seconds"] = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         path = Path(self.args.output_dir) / "dtypes.json"
 
         def note_dtype(module, inputs, output):

@@ -178,6 +178,7 @@ def test_bf16_at_step_0_is_ln_2_and_dtypes_are_right(place, launch, combinations
         assert dtypes["reference"] == (["torch.float32"] if "cached" in name else []), name  # live: computed later
         assert {kind for kind in dtypes["masters"] + dtypes["moments"]} == {"torch.float32"}, name
         assert dtypes["computed"] == "torch.bfloat16", name
+        assert dtypes.get("seconds") == (14400 if is_deepspeed else None)  # ddp_timeout
         rotary = [kind for key, kind in dtypes["buffers"].items() if "inv_freq" in key]
         assert set(rotary) == {"torch.float32"}, name
 

@@ -24,7 +24,9 @@ from torch.utils._pytree import tree_map_only
 
 from sfm_dpo.model import attention
 
-FAULT = os.environ.get("SIMULATED_FA4")  # FA4 is installed, and wrong in this way: right, backward, mask or leak
+# FA4 is installed, and wrong in this way: right, backward, mask, leak, window (a key too many) or long (it fails)
+FAULT = os.environ.get("SIMULATED_FA4")
+LONG = 500  # tokens of a row
 NAME = "NVIDIA B200"
 MEMORY = 180 << 30
 
@@ -125,7 +127,8 @@ def attend(q, k, v, cu_q, cu_k, scale, window):
         scores = torch.einsum("qhd,khd->hqk", query, key) * (scale or q.shape[-1] ** -0.5)
         start = 0 if FA4.fault == "mask" else len(key) - len(query)
         distance = torch.arange(start, start + len(query))[:, None] - torch.arange(len(key))
-        hidden = distance < 0 if window[0] < 0 else (distance < 0) | (distance > window[0])
+        seen = window[0] + (FA4.fault == "window")
+        hidden = distance < 0 if window[0] < 0 else (distance < 0) | (distance > seen)
         rows.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value))
     return torch.cat(rows).to(q.dtype)
 
@@ -159,6 +162,7 @@ for name in ("convolution", "convolution_backward"):  # PyTorch would select cuD
 def flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, **options):
     window = options["window_size_left"], options["window_size_right"]
     KERNEL.submit(check_call, q, k, v, cu_q, cu_k, max_q, max_k, causal, window).result()
+    require(FA4.fault != "long" or len(q) < LONG, "too many tokens")
     CALLS.append((tuple(q.shape), tuple(k.shape)))
     output = on_cpu(attend, q, k, v, cu_q, cu_k, options.get("scale"), window)
     logsumexp = torch.zeros(q.shape[1], len(q), device=q.device)

@@ -29,6 +29,7 @@ BY_MEMORY = {"per_device_train_batch_size": None, "gradient_checkpointing": None
 GIVEN = {"padding_free": "true", "precompute_ref_log_probs": "true", "train_sampling_strategy": "batch_rebalance"}
 GIVEN |= {"global_batch_size": 2 * MICRO_BATCHES, "max_steps": STEPS, "use_cpu": "false", "bf16": "true"}
 GIVEN |= {"preflight": "warn", "save_strategy": "no"}
+BEYOND = ({"sliding_window": 110}, {"max_length": 160})  # the median pair is shorter than the window
 GRID = [("gpt_neox", {}), ("llama", BY_MEMORY), ("olmo2", {"prefix_sharing": "false"}), ("olmoe", {})]
 GRID += [("olmo3", {"gradient_checkpointing": "false"}), ("olmo3", {"padding_free": "false"})]
 GRID += [("olmo_hybrid", {}), ("gpt_neox", {"precompute_ref_log_probs": "false"})]
@@ -49,10 +50,10 @@ def device(tmp_path_factory) -> Path:
 def run(device, write_rows, tmp_path):
     """A function: architecture, environment and fields -> what simulated_run.py prints, its log, the run's folder."""
 
-    def train(architecture: str, environment: dict[str, str], **fields):
+    def train(architecture: str, environment: dict[str, str], shape: dict | None = None, **fields):
         folder = tmp_path / "model"
         heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2} if architecture == "olmo_hybrid" else {}
-        tiny_model(architecture, **heads).save_pretrained(folder)
+        tiny_model(architecture, **heads | (shape or {})).save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
         given = GIVEN | fields
         argv = on_cpu(folder, write_rows("pairs.jsonl", pairs(24)), tmp_path / "run", **given)
@@ -82,19 +83,24 @@ def test_a_run_on_a_gpu(architecture, fields, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "what"),
+    ("fault", "what", "shape", "fields"),
     [
-        ("right", None),
-        ("backward", "gradient of model.layers.self_attn.q_proj.weight"),
-        *(pytest.param(fault, "", marks=pytest.mark.grid) for fault in ("mask", "leak")),
+        ("right", None, *BEYOND),
+        ("backward", "differs from padded in gradient of model.layers.self_attn.q_proj.weight", {}, {}),
+        ("window", "differs from padded in ", *BEYOND),
+        ("long", "fails: FlashAttention: too many tokens", {}, {"per_device_train_batch_size": 8}),
+        *(
+            pytest.param(fault, "differs from padded in ", {}, {}, marks=pytest.mark.grid)
+            for fault in ("mask", "leak")
+        ),
     ],
 )
-def test_a_kernel_that_differs_is_named_and_not_used(fault, what, run):
-    result, log, folder = run("llama", {"SIMULATED_FA4": fault})
+def test_a_kernel_that_is_wrong_is_named_and_not_used(fault, what, shape, fields, run):
+    result, log, folder = run("olmo3" if shape else "llama", {"SIMULATED_FA4": fault}, shape, **fields)
     assert result["code"] == 0, log[-3000:]
     calibration = json.loads((folder / "data.json").read_text())["calibration"]
     assert set(calibration["milliseconds"]) == ({"fa2", "fa4"} if what is None else {"fa2"})
-    assert (f"warning: calibration: fa4 differs from padded in {what}" in log) == (what is not None)
+    assert (f"warning: calibration: fa4 {what}" in log) == (what is not None)
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention import register_flash_attention_impl
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, register_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import add_fused_lm_head
@@ -23,6 +24,19 @@ ON_GPU = pytest.param("cuda", torch.bfloat16, 3e-2, marks=GPU)
 ON_GPU_ALONE = [
     pytest.param("cuda", dtype, error, marks=GPU) for dtype, error in ((torch.float16, 5e-3), (torch.float32, 1e-4))
 ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_canary_cudnn_attention():
+    query, key, value = (torch.randn(1, 1, 704, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    query[..., 0] = 1
+    key[..., 0] = -120 * 8  # each logit is about -120
+    query.requires_grad_()
+    mask = torch.ones(704, 704, dtype=torch.bool, device="cuda").tril()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask[None, None]).sum().backward()
+    assert query.grad.isnan().any()
 
 
 def inputs(lengths, heads=4, kv_heads=4, device="cpu", dtype=torch.float32):
@@ -213,8 +227,16 @@ def test_the_flash_kernel_is_the_one_asked_for(monkeypatch, capsys):
         return attention.kernel_name(torch.device("cuda"), torch.bfloat16, 64)
 
     assert kernel("fa2") == "FA2"
-    assert attention.usable_kernels("auto") == []
-    assert 'counted, not measured): pip install "flash-attn-4[cu13]==4.0.0b17"' in capsys.readouterr().out
+    for major, cuda, package in (
+        (10, "13.0", "flash-attn-4[cu13]"),
+        (9, "12.6", "flash-attn-4"),
+        (9, "13.0", "flash"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda given=major: (given, 0))
+        assert attention.usable_kernels("auto") == []
+        out = capsys.readouterr().out
+        assert f'slow on sm_{major}0; FA4 is not installed: pip install "{package}' in out and "==4.0.0b17" in out
     assert kernel("fa9") == "FA9" and not removed
     assert kernel("fa2") == "FA2" and removed
     for number in (3, 4):

@@ -6,6 +6,7 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,14 +16,15 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from trl.models import prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head
 
 from sfm_dpo.common.distributed import disable_deepspeed_shm, load_only_tensors
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.model.loading import load_model, load_model_config, meta_model
-from sfm_dpo.model.sharding import keep_precision
+from sfm_dpo.model.sharding import keep_precision, prepare_blocks
 from tests.tiny_models import tiny_config, tiny_model
 
 
@@ -31,6 +33,12 @@ def test_weights_that_could_run_code_are_not_loaded(tiny_folder, tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"cannot be loaded: .*no file named model.safetensors"):
         load_model(str(folder), {})
+
+
+def test_cudnn_attention_is_off_once_a_model_is_loaded(tiny_folder):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    load_model(str(tiny_folder("llama")), {})
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 class Attack:
@@ -94,6 +102,25 @@ def one_rank(tmp_path):
     yield
     dist.destroy_process_group()
     gc.collect()  # a group in a cycle of references would be deleted later: in a forked process that hangs
+
+
+def split(prepare) -> tuple[torch.nn.Module, int]:
+    """A model that is prepared for FSDP2, and its units."""
+    state = SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = prepare(tiny_model("olmo3"), SimpleNamespace(state=state, device=torch.device("cpu")))
+    return model, sum(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def test_the_reference_is_split_by_block(one_rank):
+    model, units = split(prepare_blocks)
+    assert units == 3 + 1 and not model.training
+    ids = torch.randint(0, 250, (2, 12))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, tiny_model("olmo3").eval()(ids).logits)
+
+
+def test_canary_reference_is_one_unit(one_rank):
+    assert split(prepare_fsdp)[1] == 1
 
 
 @pytest.mark.parametrize("kept", [False, True])

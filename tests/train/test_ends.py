@@ -95,7 +95,7 @@ UNWRITABLE[errno.EROFS] = "use another node, or have it mounted read-write"
 def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsys, number, remedy, environment):
     error = OSError(number, os.strerror(number), "/disk/file")
 
-    def fail(*args):
+    def fail(*args, **options):
         raise error
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
@@ -188,10 +188,10 @@ def test_ctrl_c_and_sigterm_are_a_stop(tiny_folder, write_rows, tmp_path, monkey
             if state.global_step == step:
                 signal.raise_signal(number)
 
-        def write(path, value, number=number):
+        def write(path, value, number=number, **options):
             if value.get("state") == "stopped":
                 signal.raise_signal(number)  # once more
-            write_json(path, value)
+            write_json(path, value, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(ProgressLine, "on_step_begin", interrupt)

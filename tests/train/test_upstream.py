@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset, load_dataset
 from datasets.fingerprint import get_temporary_cache_files_directory
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.zero.partition_parameters import free_param
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -319,6 +321,13 @@ def test_canary_fsdp_outputs():
     plugin.mixed_precision_policy = {"param_dtype": torch.bfloat16, "output_dtype": None}
     with pytest.raises(ValueError, match="output_dtype"):
         plugin.set_mixed_precision("bf16")
+
+
+def test_canary_timeout_of_zero(process_group):
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
+    groups = [dist.group.WORLD, TorchBackend.new_group(None, [0])]
+    timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    assert timeouts == [timedelta(seconds=7), timedelta(minutes=30)]  # gloo's own
 
 
 def test_canary_zero3_parameter():
