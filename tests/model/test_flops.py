@@ -1,14 +1,17 @@
 """The FLOP formula against PyTorch's own counter, and the metrics of a run."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sfm_dpo.model.flops import ForwardFlops, count_experts
 from sfm_dpo.model.loading import meta_model
-from sfm_dpo.model.packing import find_shared
+from sfm_dpo.model.packing import find_shared, why_not_packed, why_not_shared
 from sfm_dpo.train.metrics import CountingCollator, Meter
 from tests.tiny_models import tiny_model
 
@@ -126,3 +129,21 @@ def test_peak_memory_on_a_gpu(monkeypatch):
     metrics = Meter().metrics({"tokens": 1, "computed": 1, "grid": 1, "pairs": 1}, world_size=1)
     assert metrics["perf/peak_memory_gib"] == 1.0
     assert "perf/mfu" not in metrics and resets
+
+
+def build_decoders():
+    """A model on the meta device for each decoder type of transformers whose default configuration builds."""
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        with suppress(Exception):  # a default configuration that contradicts itself
+            yield kind, meta_model(AutoConfig.for_model(kind, num_hidden_layers=2))
+
+
+@pytest.mark.slow
+def test_every_decoder_type_has_flops_and_an_answer_about_packing():
+    """Of the types: per-layer heads (dots3_note_text), no heads (mamba, rwkv), no number of active experts."""
+    answers = {}
+    for kind, model in build_decoders():
+        assert ForwardFlops.of(model).per_token, kind
+        answers[kind] = (bool(why_not_packed(model)), bool(why_not_shared(model, True, None)))
+    assert len(answers) > 150
+    assert answers["mamba"][0] and answers["minimax"][0] and not answers["olmo_hybrid"][0] and not answers["gemma2"][0]
