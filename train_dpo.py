@@ -119,7 +119,7 @@ def load(config: Config, origin: Origin) -> tuple[TokenPairs, PreTrainedTokenize
     if args.precompute_ref_log_probs:  # fails now, not after the model has been loaded
         main_process_first(lambda: make_cache_folder(reference_root()))
     if args.push_to_hub:
-        on_main_process(lambda: check_push(args, bool(origin.checkpoint)))
+        on_main_process(lambda: check_push(config, bool(origin.checkpoint)))
     pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
     for tokens in pairs.splits.values():
         check_vocabulary(tokens, tokenizer, model_config.get_text_config().vocab_size)

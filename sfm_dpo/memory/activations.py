@@ -162,7 +162,9 @@ def _trace_bytes(
         return np.array([saved - weights, live.peak - weights], dtype=float)
 
 
-def build_backbone(config: PretrainedConfig, dtype: torch.dtype, kinds: list[str], packed: bool) -> PreTrainedModel:
+def build_backbone(
+    config: PretrainedConfig, dtype: torch.dtype, kinds: list[str], packed: bool = True
+) -> PreTrainedModel:
     """The model with a block for each kind, if `packed` attention by the GPU's kernel, and a small vocabulary."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -179,7 +181,7 @@ def build_backbone(config: PretrainedConfig, dtype: torch.dtype, kinds: list[str
     return model
 
 
-def run_backbone(model: PreTrainedModel, tokens: int, packed: bool) -> torch.Tensor:
+def run_backbone(model: PreTrainedModel, tokens: int, packed: bool = True) -> torch.Tensor:
     """Its last hidden states for `tokens`, in one row if `packed`."""
     if not packed:
         rows = torch.zeros(TRACED_SEQUENCES, tokens // TRACED_SEQUENCES, dtype=torch.long)
