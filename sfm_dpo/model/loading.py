@@ -49,10 +49,18 @@ def load_model_config(config: Config) -> PretrainedConfig:
         base, revision = find_base(name, config.revision)
         options = {"revision": revision, "trust_remote_code": config.train.trust_remote_code}
         model_config = AutoConfig.from_pretrained(base, **options)
+        text = model_config.get_text_config()
     if "/" in str(model_config._attn_implementation):
         kernel = f"config.json asks for the kernel {model_config._attn_implementation}, code from the Hub"
         raise UserError(f"{what}: {kernel}; remove it there")
-    check_quantization(model_config, what)
+    for part in (model_config, text):
+        if declared := getattr(part, "quantization_config", None):
+            method = declared.get("quant_method") or ", ".join(declared)
+            raise UserError(f"{what}: its weights are quantised ({method}); take the model's bf16 checkpoint")
+    text_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    if text_class and text is not model_config and issubclass(text_class.config_class, type(text)):  # as Qwen 3.5
+        kind = f"model_type '{model_config.model_type}' is more than a language model"
+        raise UserError(f"{what}: {kind}: {text_class.__name__} would lose its other tensors; take a text model")
     with user_input(f"{what}: generation_config.json", "correct or remove it"):
         try:
             generation = GenerationConfig.from_pretrained(base, revision=revision)
@@ -61,20 +69,9 @@ def load_model_config(config: Config) -> PretrainedConfig:
         check_generation(generation)
     coefficient = config.train.router_aux_loss_coef
     is_policy = config.model_field == "model_name_or_path"  # its reference may be dense
-    if coefficient and is_policy and not hasattr(model_config.get_text_config(), "output_router_logits"):
+    if coefficient and is_policy and not hasattr(text, "output_router_logits"):
         raise UserError(f"router_aux_loss_coef {coefficient:g}: {name} is not a mixture of experts; remove it")
     return model_config
-
-
-def check_quantization(model_config: PretrainedConfig, what: str) -> None:
-    """Raises UserError if config.json declares quantised weights: Transformers would train them dequantised, or not
-    at all."""
-    for part in (model_config, model_config.get_text_config()):
-        declared = getattr(part, "quantization_config", None) or getattr(part, "compression_config", None)
-        if declared:
-            facts = declared if isinstance(declared, dict) else declared.to_dict()
-            quantization = facts.get("quant_method") or ", ".join(facts)
-            raise UserError(f"{what}: its weights are quantised ({quantization}); take the model's bf16 checkpoint")
 
 
 def read_adapter(name: str) -> dict[str, Any] | None:
@@ -130,6 +127,8 @@ def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_
             f"{field} {name}: its weights do not match config.json: {absent[0]} "
             f"(and {len(absent) - 1} more); take config.json and weights from the same place"
         )
+    if extra := sorted(report["unexpected_keys"]):
+        log.warning(f"{field} {name}: {type(model).__name__} has no {extra[0]} (and {len(extra) - 1} more): not saved")
     return model
 
 
