@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, GraniteMoeConfig
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, Qwen3_5Config
 from trl.trainer.utils import add_fused_lm_head
 
 from sfm_dpo.common.distributed import disable_deepspeed_shm, load_only_tensors
@@ -79,6 +79,12 @@ def test_quantised_weights_are_refused_by_name(tiny_folder, tmp_path, declared, 
     edit(folder / "config.json", quantization_config=declared)
     with nullcontext() if name is None else pytest.raises(UserError, match=rf"quantised \({name}\); take .* bf16"):
         start(folder)
+
+
+def test_a_text_class_that_would_lose_tensors_is_refused(tmp_path):
+    Qwen3_5Config().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"'qwen3_5' is more than a language model: Qwen3_5ForCausalLM would lose"):
+        start(tmp_path)
 
 
 @pytest.mark.parametrize("published", [{"temperature": 0.6, "top_p": 0.9}, {"do_sample": False, "top_k": 20}])
