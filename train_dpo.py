@@ -90,7 +90,7 @@ def check_access(config: Config, before: Before) -> None:
     if args.precompute_ref_log_probs:
         main_process_first(lambda: make_cache_folder(reference_root()))
     if args.push_to_hub:
-        on_main_process(lambda: check_push(args, bool(before.checkpoint)))
+        on_main_process(lambda: check_push(config, bool(before.checkpoint)))
 
 
 def build_trainer(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,17 @@ from sfm_dpo.common.distributed import CPU_ONLY, environment_outside_launcher
 from sfm_dpo.common.errors import NOT_PUSHED, UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.secrets import mask
-from sfm_dpo.config.fields import TrainConfig
+from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.checkpoint import PUSHING
 from sfm_dpo.run.folder import PUSHED, State, read_status, write_end
 from sfm_dpo.run.lock import Lease, describe_owner, is_held, read_owner
-from sfm_dpo.run.saved_model import SavedModel, check_loads
+from sfm_dpo.run.saved_model import SavedModel, check_loads, check_on_hub
 
 log = logging.getLogger(__name__)
 
 TRANSIENT = {408, 409, 412, 425, 429, 500, 502, 503, 504}
+VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json", "model.safetensors.index.json"}
 STALE = ["*.safetensors", "*.safetensors.index.json", "figures/*"]  # removed if a new push does not contain them
 
 
@@ -119,9 +120,24 @@ def choose_branch(model: SavedModel, revision: str | None) -> str:
     return revision.replace("{step}", str(model.step))
 
 
-def check_push(args: TrainConfig, resuming: bool) -> None:
+def check_paths(staged: Path, known: Collection[str]) -> None:
+    """Raises UserError if a text file, except the vocabulary, contains one of the `known` absolute paths, or
+    a JSON value that is an absolute path."""
+    known = [re.escape(path) for path in known if path.startswith("/") and path.count("/") > 1]
+    any_path = re.compile("|".join([r'(?<=")/[\w.-]+/[\w./-]+(?=")', *known]))
+    for file in staged.iterdir():
+        if file.suffix not in (".json", ".jinja", ".md") or file.name in VOCABULARIES:
+            continue
+        if found := any_path.search(file.read_text()):
+            raise UserError(f"{file.name}: contains a path of this machine, {found[0]}; remove it, and push again")
+
+
+def check_push(config: Config, resuming: bool) -> None:
     """Before training, on rank 0: checks that a push would be accepted now. Raises UserError if not; a run that is
     `resuming` only warns if the Hub refuses or is down."""
+    args = config.train
+    if config.model.use_peft:
+        check_on_hub(config.model.model_name_or_path, None)
     remedy = "train with push_to_hub: false and push later with scripts/push_to_hub.py"
     repo = choose_repo(vars(args), Path(args.output_dir))
     get_session().timeout = args.hub_timeout  # else none
@@ -184,8 +200,9 @@ def push(model: SavedModel, repo: str, revision: str | None, private: bool | Non
         check_loads(model.folder)
         with tempfile.TemporaryDirectory(prefix="hub-") as folder:
             staged = Path(folder)
-            model.link_files(staged)
+            model.stage(staged)
             write_model_card(model.run, folder=staged, repo=repo, revision=branch, step=model.step)
+            check_paths(staged, {str(Path.home()), str(model.run.resolve()), *map(str, model.config.values())})
             address = upload_folder(staged, repo, branch, f"DPO, {model.name}")
     finally:
         lease.release()

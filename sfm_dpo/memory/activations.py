@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.model.attention import boundary_arguments, packed_attention_forward
 from sfm_dpo.model.flops import count_experts
 from sfm_dpo.model.loading import build_model, checkpoint_layers
@@ -55,21 +56,37 @@ class Activations:
         return cls(saved, saved + last.peak - last.saved)
 
 
-def trace_activations(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool) -> Activations:
-    """Activations of the backbone, without the LM head, on the packed path: traced at two lengths, and with one and
-    two blocks of each kind, to find what each token and each further block adds."""
+class TraceError(UserError):
+    """A model cannot be traced, for the reason that the message gives; it may still train."""
+
+
+def trace_activations(
+    config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, packed: bool = True
+) -> Activations:
+    """Activations of the backbone, without the LM head, on the packed or the padded path. If the model has no gradient
+    checkpointing, `checkpointing` changes nothing. Raises TraceError, whatever the model's code raises."""
+    try:
+        return _trace(config, dtype, checkpointing, packed)
+    except Exception as error:
+        reason = str(error).partition("\n\n")[0]
+        raise TraceError(f"{type(error).__name__}: {reason[:400]}") from error
+
+
+def _trace(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, packed: bool) -> Activations:
+    """Traced at two lengths, and with one and two blocks of each kind, to find what each token and each further block
+    adds."""
     text = config.get_text_config()
     if dtype == torch.float32 and count_experts(text):
-        half = trace_activations(config, torch.bfloat16, checkpointing)  # products over experts need 16 bit
+        half = _trace(config, torch.bfloat16, checkpointing, packed)  # products over experts need 16 bit
         return Activations(2 * half.saved, 2 * half.peak)
     counts = count_kinds(text)
     totals = []
     for tokens in (TRACED_TOKENS, 2 * TRACED_TOKENS):
-        one_each = _trace_bytes(config, dtype, checkpointing, list(counts), tokens)
+        one_each = _trace_bytes(config, dtype, checkpointing, list(counts), tokens, packed)
         others = 0
         for kind, count in counts.items():
             if count > 1:
-                with_another = _trace_bytes(config, dtype, checkpointing, [*counts, kind], tokens)
+                with_another = _trace_bytes(config, dtype, checkpointing, [*counts, kind], tokens, packed)
                 others = others + (count - 1) * (with_another - one_each)
         totals.append(one_each + others)
     per_token = (totals[1] - totals[0]) / TRACED_TOKENS
@@ -126,26 +143,29 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _trace_bytes(
-    config: PretrainedConfig, dtype: torch.dtype, share: float, kinds: list[str], tokens: int
+    config: PretrainedConfig, dtype: torch.dtype, share: float, kinds: list[str], tokens: int, packed: bool = True
 ) -> np.ndarray:
     """[2] bytes besides the weights, after the forward and at the backward's peak, with a block for each kind, a
     `share` of them checkpointed."""
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
-        model = build_backbone(config, dtype, kinds)
-        if share:
+        model = build_backbone(config, dtype, kinds, packed)
+        if share and model.supports_gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
             checkpoint_layers(model, round(share * len(kinds)))
-        for parameter in model.parameters():  # as the launchers do: a gradient is freed once it is reduced
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:  # as the launchers do: a gradient is freed once it is reduced
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
         weights = live.now
-        output = run_backbone(model, tokens)
+        output = run_backbone(model, tokens, packed)
         saved = live.now
         output.sum().backward()
         return np.array([saved - weights, live.peak - weights], dtype=float)
 
 
-def build_backbone(config: PretrainedConfig, dtype: torch.dtype, kinds: list[str]) -> PreTrainedModel:
-    """The model with a block for each kind, attention by the GPU's kernel, and a small vocabulary."""
+def build_backbone(
+    config: PretrainedConfig, dtype: torch.dtype, kinds: list[str], packed: bool = True
+) -> PreTrainedModel:
+    """The model with a block for each kind, if `packed` attention by the GPU's kernel, and a small vocabulary."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = len(kinds)
@@ -153,15 +173,19 @@ def build_backbone(config: PretrainedConfig, dtype: torch.dtype, kinds: list[str
         text.layer_types = kinds
     text.vocab_size = min(text.vocab_size, 1024)  # the embedding's gradient is not an activation
     text.pad_token_id = None
-    config._attn_implementation = SHAPES
+    if packed:
+        config._attn_implementation = SHAPES
     model = build_model(config, dtype).train()
     for net in find_delta_nets(model):  # their code without kernels refuses boundaries
         net.register_forward_pre_hook(_drop_boundaries, with_kwargs=True)
     return model
 
 
-def run_backbone(model: PreTrainedModel, tokens: int) -> torch.Tensor:
-    """Its last hidden states for a row of `tokens`."""
+def run_backbone(model: PreTrainedModel, tokens: int, packed: bool = True) -> torch.Tensor:
+    """Its last hidden states for `tokens`, in one row if `packed`."""
+    if not packed:
+        rows = torch.zeros(TRACED_SEQUENCES, tokens // TRACED_SEQUENCES, dtype=torch.long)
+        return model.base_model(rows, attention_mask=torch.ones_like(rows), use_cache=False).last_hidden_state
     ids = torch.zeros(1, tokens, dtype=torch.long)
     bounds = torch.zeros(TRACED_SEQUENCES + 1, dtype=torch.int32)
     boundaries = boundary_arguments(bounds, tokens) | {"attention_mask": ids.new_empty(0, 0, 0, 0)}

@@ -146,13 +146,13 @@ def packed_attention_forward(
     if cu_seq_lens_q is None:
         unsupported.append("layers that drop cu_seq_lens_q")
     if dropout:
-        unsupported.append("dropout")
+        unsupported.append("dropout (set attention_dropout to 0.0 in model_init_kwargs)")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         unsupported.append("is_causal false")
     if unsupported:
         config: Any = module.config
-        what = f"model_type '{config.model_type}': packed attention does not support {', '.join(unsupported)}"
-        raise ValueError(f"{what}; set padding_free: false")
+        what = f"packed attention does not support {', '.join(unsupported)}"
+        raise ValueError(f"model_type '{config.model_type}': {what}")
 
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):

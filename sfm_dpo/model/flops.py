@@ -5,6 +5,7 @@ The count includes 2 FLOPs for each weight that a real token is multiplied with,
 trained weights. Padding, shared prompts, recomputation (gradient checkpointing) and the optimizer are not counted.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,7 @@ class ForwardFlops:
         head = model.get_output_embeddings().weight
         embedding = model.get_input_embeddings().weight
         experts = count_experts(config)
-        active = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
+        active = (getattr(config, "num_experts_per_tok", None) or experts) / experts if experts else 1.0
         weights = trained = 0
         for name, parameter in model.named_parameters():
             if parameter is head or parameter is embedding or len(shape(parameter)) < 2:
@@ -79,9 +80,12 @@ def _visible(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
 
 def attention_flops(config: PretrainedConfig) -> tuple[tuple[int | None, int], ...]:
     """(window, FLOPs for a visible pair) of each kind of layer."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    flops = 4 * head_dim * config.num_attention_heads
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    kinds = [kind for kind in kinds if kind in ATTENTION]  # in linear attention only the projections count
-    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-    return tuple((window, flops * windows.count(window)) for window in dict.fromkeys(windows))
+    total: Counter[int | None] = Counter()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * getattr(config, "num_hidden_layers", 0)
+    for kind, layer in zip(kinds, config.per_layer_config, strict=False):  # layers may differ in their heads
+        if kind not in ATTENTION or not hasattr(layer, "num_attention_heads"):
+            continue  # in linear attention only the projections count
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        window = layer.sliding_window if kind == "sliding_attention" else None
+        total[window] += 4 * head_dim * layer.num_attention_heads
+    return tuple(total.items())

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import local_torch_dtype
 from transformers.utils import ADAPTER_CONFIG_NAME
@@ -30,26 +33,44 @@ from sfm_dpo.common.files import hash_file
 from sfm_dpo.config.fields import Config
 from sfm_dpo.model.attention import disable_cudnn_attention
 
+log = logging.getLogger(__name__)
+
 CONTENT = (".safetensors", ".gguf", ".py")  # of files that decide what a model in a folder computes
 FOLDER = "hash-"  # an id that is no commit on the Hub begins with it
 
 
 def load_model_config(config: Config) -> PretrainedConfig:
-    """The model's config.json. Raises UserError if it cannot be loaded, or has no experts to balance."""
+    """The model's config.json, or that of the model on which a LoRA adapter builds. Raises UserError if it cannot be
+    loaded, asks for what is not possible here, or has no experts to balance."""
     name = config.model.model_name_or_path
+    what = f"{config.model_field} {name}"
     if Path(name).is_file():
-        raise UserError(f"{config.model_field} {name}: is a file; give the folder that holds the model")
-    if (Path(name) / ADAPTER_CONFIG_NAME).is_file():
-        raise UserError(f"{config.model_field} {name}: holds a LoRA adapter; merge it first (docs/hub.md)")
-    options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
-    with user_input(f"{config.model_field} {name}: neither a folder with a model nor a model on the Hub"):
-        model_config = AutoConfig.from_pretrained(name, **options)
+        raise UserError(f"{what}: is a file; give the folder that holds the model")
+    with user_input(f"{what}: neither a folder with a model nor a model on the Hub"):
+        base, revision = find_base(name, config.revision)
+        options = {"revision": revision, "trust_remote_code": config.train.trust_remote_code}
+        model_config = AutoConfig.from_pretrained(base, **options)
+        text = model_config.get_text_config()
     if "/" in str(model_config._attn_implementation):
         kernel = f"config.json asks for the kernel {model_config._attn_implementation}, code from the Hub"
-        raise UserError(f"{config.model_field} {name}: {kernel}; remove it there")
+        raise UserError(f"{what}: {kernel}; remove it there")
+    for part in (model_config, text):
+        if declared := getattr(part, "quantization_config", None):
+            method = declared.get("quant_method") or ", ".join(declared)
+            raise UserError(f"{what}: its weights are quantised ({method}); take the model's bf16 checkpoint")
+    text_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    if text_class and text is not model_config and issubclass(text_class.config_class, type(text)):  # as Qwen 3.5
+        kind = f"model_type '{model_config.model_type}' is more than a language model"
+        raise UserError(f"{what}: {kind}: {text_class.__name__} would lose its other tensors; take a text model")
+    with user_input(f"{what}: generation_config.json", "correct or remove it"):
+        try:
+            generation = GenerationConfig.from_pretrained(base, revision=revision)
+        except OSError:  # it has none
+            generation = GenerationConfig.from_model_config(model_config)
+        check_generation(generation)
     coefficient = config.train.router_aux_loss_coef
     is_policy = config.model_field == "model_name_or_path"  # its reference may be dense
-    if coefficient and is_policy and not hasattr(model_config.get_text_config(), "output_router_logits"):
+    if coefficient and is_policy and not hasattr(text, "output_router_logits"):
         raise UserError(f"router_aux_loss_coef {coefficient:g}: {name} is not a mixture of experts; remove it")
     return model_config
 
@@ -62,16 +83,53 @@ def has_balancing_loss(config: Config, model_config: PretrainedConfig) -> bool:
     return hasattr(text, "output_router_logits") and coefficient != 0.0
 
 
+def read_adapter(name: str) -> dict[str, Any] | None:
+    """adapter_config.json of a folder that holds a LoRA adapter, such as a run or its checkpoint; None for a model."""
+    file = Path(name) / ADAPTER_CONFIG_NAME
+    if not file.is_file():
+        return None
+    adapter = json.loads(file.read_text())
+    if adapter["base_model_name_or_path"] == name:
+        raise UserError(f"{name}: holds a model and an adapter to it; keep one of them there")
+    return adapter
+
+
+def find_base(name: str, revision: str | None) -> tuple[str, str | None]:
+    """The model, with its revision, on which the LoRA adapter in the folder `name` builds; `name` itself if it holds
+    no adapter."""
+    while adapter := read_adapter(name):
+        name = adapter["base_model_name_or_path"]
+        revision = adapter.get("revision")
+    return name, revision
+
+
+def check_generation(generation: GenerationConfig) -> None:
+    """Makes the model save its generation_config.json again once the tokens in it have changed, which Transformers
+    otherwise refuses for sampling fields without `do_sample`. Raises ValueError for what else it refuses."""
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        if generation.temperature != 0:  # greedy
+            generation.do_sample = True
+        generation.validate(strict=True)
+
+
 def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_or_path") -> PreTrainedModel:
-    """The causal language model in a folder or on the Hub, in fp32 unless a dtype is given. Raises UserError for
-    unknown `init_kwargs`, and for missing weights, which transformers 5.24 would initialise at random."""
+    """The causal language model in a folder or on the Hub, in fp32 unless a dtype is given; a LoRA adapter is merged
+    into its base. Raises UserError for unknown `init_kwargs`, and for missing weights, which transformers 5.24 would
+    initialise at random."""
     disable_cudnn_attention()
+    if adapter := read_adapter(name):
+        return merge_adapter(name, adapter, init_kwargs, field)
     kwargs = {"dtype": "float32", "use_safetensors": True} | init_kwargs  # .bin files can run code
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if PartialState().distributed_type == DistributedType.NO and PartialState().device.type == "cuda":
         kwargs.setdefault("device_map", "auto")  # as TRL does: read the weights straight into the GPU
     with user_input(f"{field} {name}: cannot be loaded", "check its files and model_init_kwargs"):
         model, report = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+        if model.generation_config:
+            check_generation(model.generation_config)
+        correct_config(model, f"{field} {name}")
     absent = [f"{key} is missing" for key in sorted(report["missing_keys"])]
     absent += [f"{key[0]} has another shape" for key in sorted(report["mismatched_keys"])]
     if absent:
@@ -79,6 +137,41 @@ def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_
             f"{field} {name}: its weights do not match config.json: {absent[0]} "
             f"(and {len(absent) - 1} more); take config.json and weights from the same place"
         )
+    if extra := sorted(report["unexpected_keys"]):
+        log.warning(f"{field} {name}: {type(model).__name__} has no {extra[0]} (and {len(extra) - 1} more): not saved")
+    return model
+
+
+def correct_config(model: PreTrainedModel, what: str) -> None:
+    """Makes config.json, as it will be saved, agree with the weights that were loaded."""
+    text = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    if text.tie_word_embeddings and head and head.weight is not model.get_input_embeddings().weight:
+        log.warning(f"{what}: config.json ties the LM head to the embedding, but they differ; saved as not tied")
+        model.config.tie_word_embeddings = text.tie_word_embeddings = False
+    # Upstream: trl 1.16, trainer/utils.py, add_fused_lm_head: reads num_experts, which granitemoe's and other
+    # configurations lack. Canary: test_canary_num_experts
+    if not hasattr(text, "num_experts") and hasattr(text, "num_local_experts"):
+        type(text).attribute_map = type(text).attribute_map | {"num_experts": "num_local_experts"}
+
+
+def merge_adapter(name: str, adapter: dict[str, Any], init_kwargs: dict[str, Any], field: str) -> PreTrainedModel:
+    """The base model of the adapter in the folder `name` with the adapter merged into it, in fp32: in 16 bit the sum
+    would be rounded twice. Raises UserError under ZeRO-3, which shards the base while it is loaded."""
+    base = adapter["base_model_name_or_path"]
+    if is_deepspeed_zero3_enabled():
+        raise UserError(f"{field} {name}: holds a LoRA adapter; under ZeRO-3 merge it first (docs/hub.md)")
+    model = load_model(base, init_kwargs | {"revision": adapter.get("revision"), "dtype": "float32"}, field)
+    frozen = {key for key, parameter in model.named_parameters() if not parameter.requires_grad}
+    with user_input(f"{field} {name}: its adapter cannot be merged into {base}", "merge it yourself"):
+        model = PeftModel.from_pretrained(model, name).merge_and_unload()
+    dtype = str(init_kwargs.get("dtype", "float32")).removeprefix("torch.")
+    model.config.dtype = getattr(torch, dtype, torch.float32)
+    for key, parameter in model.named_parameters():  # not the buffers: RoPE's frequencies are fp32
+        parameter.data = parameter.data.to(model.config.dtype)
+        parameter.requires_grad_(key not in frozen)  # PEFT froze all
+    model.name_or_path = model.config.name_or_path = name  # the base of the next adapter
+    log.info(f"{field} {name}: a LoRA adapter, merged into its base model {base}")
     return model
 
 
@@ -138,13 +231,18 @@ def identify_model(config: Config) -> str:
     All ranks must call it. Raises UserError if its configuration cannot be loaded."""
 
     def identify() -> str:
-        name = config.model.model_name_or_path
-        model_config = load_model_config(config)
-        if Path(name).is_dir():
-            return _hash_folder(Path(name), model_config)
-        return Path(hf_hub_download(name, "config.json", revision=config.revision)).parent.name  # snapshots/<commit>
+        return _identify(config.model.model_name_or_path, config.revision, load_model_config(config))
 
     return config.model_ids.get(config.model_field) or on_main_process(identify)
+
+
+def _identify(name: str, revision: str | None, model_config: PretrainedConfig) -> str:
+    if adapter := read_adapter(name):
+        base = _identify(adapter.pop("base_model_name_or_path"), adapter.pop("revision", None), model_config)
+        return FOLDER + _digest([base, _hash_folder(Path(name), model_config), adapter])
+    if Path(name).is_dir():
+        return _hash_folder(Path(name), model_config)
+    return Path(hf_hub_download(name, "config.json", revision=revision)).parent.name  # snapshots/<commit>
 
 
 def _hash_folder(folder: Path, config: PretrainedConfig) -> str:

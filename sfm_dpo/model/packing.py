@@ -80,7 +80,7 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
 def _run_packed(fused_forward, prefix_sharing, hybrid, *, input_ids, attention_mask, labels, counts=None, **kwargs):
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor):
-            raise ValueError(f"padding_free: true cannot pack the model input '{name}'; set padding_free: false")
+            raise ValueError(f"the model input '{name}' cannot be packed")
     rows, length = input_ids.shape
     counts = counts or {}
     real = _find(attention_mask, counts.get("tokens"))
@@ -176,25 +176,17 @@ def why_not_shared(model: PreTrainedModel, packed: bool, router_aux_loss_coef: f
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
-    """Why a sequence could affect the next one, by declared layer types, transformers' flags and modules; or None."""
+    """Why layers carry state from one sequence into the next, by declared types, transformers' flags and modules; or
+    None. What else cannot be packed raises when it is tried, or differs from the padded path (fit/calibration.py)."""
     config = model.config.get_text_config()
-    what = f"model_type '{config.model_type}'"
-    for layer_type in getattr(config, "layer_types", None) or ():
-        if layer_type not in {*ATTENTION, "linear_attention"}:
-            return f"{what}: packed attention does not support its '{layer_type}' layers"
-    layers = blocks(model)
     nets = find_delta_nets(model)
     inside = {module for net in nets for module in net.modules()}
-    modules = [module for layer in layers for module in layer.modules() if module not in inside]
+    modules = [module for layer in blocks(model) for module in layer.modules() if module not in inside]
     convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in modules)
-    if convolves or (model._is_stateful and not nets):
-        return f"{what}: its convolutions or recurrent layers carry state from one sequence into the next"
-    # A model that supports FlashAttention passes everything by keyword; another one may encode it in a mask, which
-    # packed attention cannot read
-    if not layers or not model._supports_flash_attn or not model._can_set_attn_implementation():
-        return f"{what}: its attention lacks transformers' AttentionInterface with FlashAttention's arguments"
-    if getattr(config, "attention_dropout", 0.0):
-        return f"{what}: packed attention does not support dropout (set attention_dropout to 0.0 in model_init_kwargs)"
+    is_recurrent = model._is_stateful or "linear_attention" in (getattr(config, "layer_types", None) or ())
+    if convolves or (is_recurrent and not nets):
+        what = "its convolutions or recurrent layers carry state from one sequence into the next"
+        return f"model_type '{config.model_type}': {what}"
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from trl.models import prepare_fsdp
@@ -100,12 +101,14 @@ def zero_config(launch: str) -> dict[str, Any]:
     return json.loads((PROJECT / deepspeed["deepspeed_config_file"]).read_text())["zero_optimization"]
 
 
-def checkpoint_bytes(model: PreTrainedModel, zero_stage: int = 0, is_fsdp: bool = False) -> int:
+def checkpoint_bytes(model: PreTrainedModel | PeftModel, zero_stage: int = 0, is_fsdp: bool = False) -> int:
     """Size of a checkpoint: the weights, fp32 under FSDP2, and AdamW's two moments; the ranks' fp32 weights under ZeRO
     and FSDP2; below ZeRO-3 the weights a second time, in DeepSpeed's mp_rank_00_model_states.pt."""
     trained = [p for p in model.parameters() if p.requires_grad]
     count = sum(map(numel, trained))
-    weights = sum(numel(p) * (4 if is_fsdp else p.element_size()) for p in trained)
-    saved = weights if count == sum(map(numel, model.parameters())) else 4 * count  # only an adapter
+    is_adapter = isinstance(model, PeftModel)
+    written = trained if is_adapter else model.parameters()
+    weights = sum(numel(p) * (4 if is_fsdp else p.element_size()) for p in written)
+    saved = 4 * count if is_adapter else weights
     again = weights if zero_stage in (1, 2) else 0
     return saved + again + count * (12 if zero_stage or is_fsdp else 8)

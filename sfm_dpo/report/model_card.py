@@ -18,6 +18,7 @@ from sfm_dpo.report.page import FIGURES, changed_fields, format_yaml, render_pag
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import CARD, EVALUATION, read_file
 from sfm_dpo.run.reader import judge_learning, list_held_out, read_run
+from sfm_dpo.run.saved_model import find_on_hub
 
 _CURVES = ("loss", "accuracy", "margin", "logps")
 # By `launch` in data.json
@@ -56,7 +57,8 @@ def write_model_card(
     repo = repo or config["hub_model_id"] or config["output_dir"]
     recipe = {key: value for key, value, _ in changed_fields(config) if not key.startswith(_LOCAL)}
     path = config["model_name_or_path"]
-    base = re.sub(r".*/models--([^/]+)--([^/]+)/snapshots/.*", r"\1/\2", path)  # a copy in the Hub's cache
+    on_hub = find_on_hub(path, None)
+    base = on_hub[0] if on_hub else path
     datasets = facts["data"]["sources"]
     of_base = _read_metadata(path, "model")
     metadata = ModelCardData(

@@ -1,5 +1,7 @@
 """A saved model: the final model of a run, or one of its checkpoints. Finds it, checks it, and links its files."""
 
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError, user_input
+from sfm_dpo.common.files import write_json
 from sfm_dpo.run.checkpoint import COMPLETE, newest_checkpoint, step_of, why_damaged, why_incomplete
 from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, STATUS, State, read_file, read_resolved_config, read_status
 
@@ -15,6 +18,8 @@ from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, STATUS, State, read_file, 
 MODEL_FILES = """model*.safetensors adapter_model.safetensors model.safetensors.index.json config.json
     generation_config.json adapter_config.json chat_template.jinja tokenizer.json tokenizer_config.json
     special_tokens_map.json added_tokens.json vocab.json merges.txt tokenizer.model""".split()
+
+SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([^/]+)/?")  # a model's folder in the Hub's cache
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,32 @@ class SavedModel:
     def is_adapter(self) -> bool:
         return (self.folder / ADAPTER_CONFIG_NAME).is_file()
 
-    def link_files(self, target: Path) -> None:
-        """Links weights, configurations and tokenizer into the folder `target`."""
+    def stage(self, target: Path) -> None:
+        """Links weights, configurations and tokenizer into the folder `target`; an adapter names its base on the Hub.
+        Raises UserError if its base is only a local folder."""
         for path in list_files(self.folder):
             (target / path.name).symlink_to(path.resolve())
+        if not self.is_adapter:
+            return
+        adapter = json.loads((self.folder / ADAPTER_CONFIG_NAME).read_text())
+        base, revision = check_on_hub(self.base, self.base_revision)
+        (target / ADAPTER_CONFIG_NAME).unlink()
+        write_json(target / ADAPTER_CONFIG_NAME, adapter | {"base_model_name_or_path": base, "revision": revision})
+
+
+def find_on_hub(base: str, revision: str | None) -> tuple[str, str | None] | None:
+    """Hub id and commit of a base model, also of a copy in the Hub's cache; None if it is another folder."""
+    if copy := SNAPSHOT.fullmatch(base):
+        return copy[1].replace("--", "/"), copy[2]
+    return None if Path(base).exists() else (base, revision)
+
+
+def check_on_hub(base: str, revision: str | None) -> tuple[str, str | None]:
+    """`find_on_hub` for the base model of an adapter to be pushed. Raises UserError if it is only a local folder."""
+    if found := find_on_hub(base, revision):
+        return found
+    what = f"model_name_or_path {base}: is a folder of this machine, which a pushed LoRA adapter must not name"
+    raise UserError(f"{what}; merge the adapter (docs/hub.md), or train from a model on the Hub")
 
 
 def list_files(folder: Path) -> list[Path]:

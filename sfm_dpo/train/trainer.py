@@ -46,6 +46,7 @@ from sfm_dpo.memory.planner import asked_layers, asked_pairs
 from sfm_dpo.model.attention import activate_flash, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import (
+    FOLDER,
     compile_layers,
     has_balancing_loss,
     identify_model,
@@ -450,6 +451,9 @@ class SFMDPOTrainer(DPOTrainer):
         tied = self.model.all_tied_weights_keys if isinstance(self.model, PreTrainedModel) else {}
         if state_dict:
             state_dict = {name: tensor for name, tensor in state_dict.items() if name not in tied}
+        commit = self.config.model_ids.get("model_name_or_path", FOLDER)
+        if is_peft_model(self.model) and not commit.startswith(FOLDER):
+            self.model.active_peft_config.revision = commit  # of the base that the adapter names
         super()._save(output_dir, state_dict)
         folder = Path(output_dir or self.args.output_dir)
         (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle nobody reads

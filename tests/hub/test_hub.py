@@ -6,6 +6,7 @@ import platform
 import re
 import shutil
 import time
+from pathlib import Path
 
 import generate
 import prefetch
@@ -24,7 +25,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.hub.upload import check_access
-from sfm_dpo.model.loading import load_model_config
+from sfm_dpo.model.loading import identify_model, load_model, load_model_config
 from sfm_dpo.run.checkpoint import COMPLETE, KEEP, PUSHING, STOP, rotate
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_status, write_end, write_status
 from sfm_dpo.run.lock import LOCK, Lease
@@ -181,13 +182,48 @@ def test_the_pages_lines_merge_an_adapter(tiny_folder, tmp_path, monkeypatch):
     adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(base), options)
     adapter.save_pretrained("outputs/lora")
     tiny_tokenizer().save_pretrained("outputs/lora")
-    with pytest.raises(UserError, match="holds a LoRA adapter; merge it first"):
-        load_model_config(parse_config(on_cpu("outputs/lora", tmp_path / "p.jsonl", tmp_path / "run")))
+    loaded = load_model("outputs/lora", {})  # merges the same in memory
+    assert torch.allclose(answer(loaded), answer(adapter), atol=1e-4)
+    assert loaded.name_or_path == "outputs/lora" and all(p.requires_grad for p in loaded.parameters())
+    config = parse_config(on_cpu("outputs/lora", tmp_path / "p.jsonl", tmp_path / "run"))
+    assert load_model_config(config).model_type == "llama"
+    found = identify_model(config)
+    edit(Path("outputs/lora/adapter_config.json"), lora_alpha=16)
+    assert identify_model(config) != found, "the adapter's scale"
+    edit(Path("outputs/lora/adapter_config.json"), lora_alpha=8, base_model_name_or_path=str(tiny_folder("olmo2")))
+    assert identify_model(config) != found, "another base"
+    edit(Path("outputs/lora/adapter_config.json"), base_model_name_or_path=str(base))
+    assert identify_model(config) == found
     exec(re.search(r"```python\n(.*?)```", (PROJECT / "docs/hub.md").read_text(), re.S)[1], {})
     merged = AutoModelForCausalLM.from_pretrained("outputs/merged", dtype="float32")
     assert torch.allclose(answer(merged), answer(adapter), atol=0.1)  # bf16
     assert not torch.allclose(answer(merged), answer(AutoModelForCausalLM.from_pretrained(base)), atol=0.3)
     assert AutoTokenizer.from_pretrained("outputs/merged").chat_template
+
+
+def test_a_pushed_adapter_names_its_base_on_the_hub_and_no_path(hub, run, tmp_path, capsys):
+    """Its base is a local folder, a copy in the Hub's cache, or a model on the Hub at the commit in data.json."""
+    adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(run), LoraConfig(target_modules=["query_key_value"]))
+    copy = tmp_path / "hub-cache/models--lab--base/snapshots/0123abcd"
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoint-*"))
+    adapter.peft_config["default"].base_model_name_or_path = str(copy)
+    for name in (WEIGHTS, "config.json"):
+        (run / name).unlink()
+    adapter.save_pretrained(run)
+    edit(run / RESOLVED_CONFIG, model_name_or_path=str(tmp_path))
+    assert push(run) == 2
+    assert "is a folder of this machine, which a pushed LoRA adapter must not name" in capsys.readouterr().err
+    edit(run / "data.json", models={"model_name_or_path": "4567ef"})
+    for base, revision in ((str(copy), "0123abcd"), ("lab/base", "4567ef")):
+        edit(run / RESOLVED_CONFIG, model_name_or_path=base)
+        assert push(run) == 0
+        pushed = json.loads(files(hub)["adapter_config.json"])
+        assert (pushed["base_model_name_or_path"], pushed["revision"]) == ("lab/base", revision)
+        assert not any(str(tmp_path).encode() in data for data in files(hub).values())
+    edit(run / "tokenizer_config.json", vocab_file="/scratch/bob/tokenizer.model")
+    assert push(run) == 2
+    error = capsys.readouterr().err
+    assert "tokenizer_config.json: contains a path of this machine, /scratch/bob/tokenizer.model" in error
 
 
 def test_a_run_that_the_guard_stopped_is_pushed_only_when_asked(hub, run, capsys):

@@ -1,14 +1,17 @@
 """The FLOP formula against PyTorch's own counter, and the metrics of a run."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sfm_dpo.model.flops import ForwardFlops, count_experts
 from sfm_dpo.model.loading import meta_model
-from sfm_dpo.model.packing import find_shared
+from sfm_dpo.model.packing import find_shared, why_not_packed, why_not_shared
 from sfm_dpo.train import metrics as metrics_module
 from sfm_dpo.train.metrics import CountingCollator, Meter, MetricSums, peak_memory_gib
 from tests.tiny_models import tiny_model
@@ -134,3 +137,21 @@ def test_the_peak_is_that_of_the_fullest_rank(monkeypatch):
     sums = MetricSums()
     sums._add("m", torch.tensor(2.0), 1)
     assert sums.reduce({"tokens": 5}, {"peak": 7}) == {"m": 2.0, "tokens": 20.0, "peak": 21.0}
+
+
+def build_decoders():
+    """A model on the meta device for each decoder type of transformers whose default configuration builds."""
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        with suppress(Exception):  # a default configuration that contradicts itself
+            yield kind, meta_model(AutoConfig.for_model(kind, num_hidden_layers=2))
+
+
+@pytest.mark.slow
+def test_every_decoder_type_has_flops_and_an_answer_about_packing():
+    """Of the types: per-layer heads (dots3_note_text), no heads (mamba, rwkv), no number of active experts."""
+    answers = {}
+    for kind, model in build_decoders():
+        assert ForwardFlops.of(model).per_token, kind
+        answers[kind] = (bool(why_not_packed(model)), bool(why_not_shared(model, True, None)))
+    assert len(answers) > 150
+    assert answers["mamba"][0] and answers["minimax"][0] and not answers["olmo_hybrid"][0] and not answers["gemma2"][0]

@@ -1,6 +1,7 @@
 """Loading weights; DeepSpeed on CPUs, and log-probs that FSDP2 must not round."""
 
 import gc
+import json
 import os
 import shutil
 from contextlib import nullcontext
@@ -16,7 +17,9 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, Qwen3_5Config
 from trl.models import prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head
 
@@ -26,6 +29,7 @@ from sfm_dpo.config.fields import parse_config
 from sfm_dpo.model.loading import load_model, load_model_config, meta_model
 from sfm_dpo.model.sharding import keep_precision, prepare_blocks
 from tests.tiny_models import tiny_config, tiny_model
+from tests.toolbox import edit
 
 
 def test_weights_that_could_run_code_are_not_loaded(tiny_folder, tmp_path):
@@ -67,6 +71,75 @@ def test_a_zero_checkpoint_that_could_run_code_is_not_loaded(tmp_path, environme
 def test_a_meta_model_has_the_parameters_of_the_model(tied):
     planned = meta_model(tiny_config("llama", tie_word_embeddings=tied))
     assert planned.num_parameters() == tiny_model("llama", tie_word_embeddings=tied).num_parameters()
+
+
+def start(folder) -> None:
+    """What every start does before it reads data."""
+    load_model_config(parse_config([f"--model_name_or_path={folder}", "--dataset_name=x", "--use_cpu"]))
+
+
+@pytest.mark.parametrize(
+    ("declared", "name"),
+    [({"quant_method": "fp8"}, "fp8"), ({"load_in_4bit": True}, "load_in_4bit"), (None, None)],
+)
+def test_quantised_weights_are_refused_by_name(tiny_folder, tmp_path, declared, name):
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "m")
+    edit(folder / "config.json", quantization_config=declared)
+    with nullcontext() if name is None else pytest.raises(UserError, match=rf"quantised \({name}\); take .* bf16"):
+        start(folder)
+
+
+def test_a_text_class_that_would_lose_tensors_is_refused(tmp_path):
+    Qwen3_5Config().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"'qwen3_5' is more than a language model: Qwen3_5ForCausalLM would lose"):
+        start(tmp_path)
+
+
+@pytest.mark.parametrize("published", [{"temperature": 0.6, "top_p": 0.9}, {"do_sample": False, "top_k": 20}])
+def test_a_published_generation_config_is_saved_again(tiny_folder, tmp_path, published):
+    """Though TRL and Transformers change its tokens."""
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "m")
+    (folder / "generation_config.json").write_text(json.dumps(published))
+    start(folder)
+    model = load_model(str(folder), {})
+    model.generation_config.pad_token_id = 7
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved/generation_config.json").read_text())
+    assert saved.items() >= (published | {"do_sample": True, "pad_token_id": 7}).items()
+
+
+@pytest.mark.parametrize("published", [{"temperature": 0.0}, {"length_penalty": 2.0}, {"num_return_sequences": 3}])
+def test_a_generation_config_that_could_not_be_saved_is_refused_at_the_start(tiny_folder, tmp_path, published):
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "m")
+    (folder / "generation_config.json").write_text(json.dumps(published))
+    (field,) = published
+    with pytest.raises(UserError, match=rf"generation_config.json: .*`{field}`.*; correct or remove it$"):
+        start(folder)
+
+
+def test_a_head_of_its_own_is_saved_as_such(tiny_folder, tmp_path):
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "m")
+    edit(folder / "config.json", tie_word_embeddings=True)
+    load_model(str(folder), {}).save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved/config.json").read_text())["tie_word_embeddings"] is False
+    weights = [load_file(path / "model.safetensors")["lm_head.weight"] for path in (folder, tmp_path / "saved")]
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_canary_num_experts(tmp_path, loaded, monkeypatch):
+    """Stock TRL's head reads it; if that ever ends, correct_config need not add it."""
+    monkeypatch.setattr(GraniteMoeConfig, "attribute_map", dict(GraniteMoeConfig.attribute_map))
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
+    model = AutoModelForCausalLM.from_config(GraniteMoeConfig(**shape, pad_token_id=0))
+    if loaded:
+        model.save_pretrained(tmp_path)
+        model = load_model(str(tmp_path), {})
+    add_fused_lm_head(model)
+    ids = torch.ones(2, 8, dtype=torch.long)
+    with nullcontext() if loaded else pytest.raises(AttributeError, match="num_experts"):
+        assert model(input_ids=ids, labels=ids, fused_lm_head=True).aux_loss > 0
 
 
 def test_routers_loss_of_a_policy_without_experts_is_refused(tiny_folder):

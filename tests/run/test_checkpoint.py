@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
+from peft import LoraConfig, get_peft_model
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import TrainConfig
@@ -173,10 +174,10 @@ def test_size_of_a_checkpoint_is_that_of_weights_and_optimizer():
     assert checkpoint_bytes(model) == count * (4 + 8)
     assert checkpoint_bytes(model, is_fsdp=True) == checkpoint_bytes(model, zero_stage=3) == count * (4 + 12)
     assert checkpoint_bytes(model.bfloat16(), zero_stage=2) == count * (2 + 2 + 12)
-    for parameter in model.parameters():
-        parameter.requires_grad = False
-    adapter = model.lm_head.weight.requires_grad_()  # only what is trained is saved, and moments are of that alone
-    assert checkpoint_bytes(model) == adapter.numel() * (4 + 8)
+    frozen = model.lm_head.weight.requires_grad_(False)
+    assert checkpoint_bytes(model) == 2 * count + 8 * (count - frozen.numel())
+    adapter = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))  # only what is trained is saved
+    assert checkpoint_bytes(adapter) == adapter.num_parameters(only_trainable=True) * (4 + 8)
 
 
 def test_checkpoints_at_one_time():
