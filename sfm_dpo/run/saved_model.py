@@ -68,7 +68,8 @@ def find_on_hub(base: str, revision: str | None) -> tuple[str, str | None] | Non
     """Hub id and commit of a base model, also of a copy in the Hub's cache; None if it is another folder."""
     if copy := SNAPSHOT.fullmatch(base):
         return copy[1].replace("--", "/"), copy[2]
-    return None if Path(base).exists() else (base, revision)
+    was_folder = (revision or "").startswith("hash-")  # model/loading.py, FOLDER
+    return None if was_folder or Path(base).is_absolute() or Path(base).exists() else (base, revision)
 
 
 def check_on_hub(base: str, revision: str | None) -> tuple[str, str | None]:
