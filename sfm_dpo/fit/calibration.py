@@ -24,7 +24,7 @@ from accelerate.utils import AutocastKwargs, release_memory
 from torch.nn.functional import avg_pool1d
 
 from sfm_dpo.common.distributed import gather
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import RunEnd, UserError
 from sfm_dpo.common.process import give_back_freed_pages, resident_bytes
 from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
 from sfm_dpo.data.lengths import Lengths, count_trained
@@ -48,7 +48,6 @@ FASTER = 0.95  # of FA2's time: another kernel is chosen only if it takes less
 SAMPLES = 3  # of a duration
 ENOUGH = 4.0  # seconds
 REPORT = "it may be a false alarm: report this line with the model's name and environment.json"
-REMEDIES = {"packed": "padding_free: false", "shared": "prefix_sharing: false"}
 
 
 @dataclass
@@ -241,7 +240,7 @@ class Baseline:
 
 def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[float, dict[str, float], list[str]]:
     """The noise of log-probs, the ratio of differences to noise of each path and kernel, and the kernels that may be
-    used, FA2 first. Raises UserError if a path, or the kernel that is asked for, differs by more than noise."""
+    used, FA2 first. Raises PathError or, for the kernel that is asked for, UserError for more than noise."""
     activate_flash("fa2")
     batches = select_pairs(trainer, model)
     baseline = functools.cache(partial(Baseline, trainer, model, backward))
@@ -274,8 +273,14 @@ def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[float, dict
         raise UserError(f"calibration: {difference}; it cannot train this model; {REPORT}")
     paths = ["padded", "packed", "shared"][: 1 + trainer.packed + trainer.prefix_sharing]
     for path in paths[1:]:
-        if difference := find_difference(path, partial(compute, path)):
-            raise UserError(f"calibration: {difference}; set {REMEDIES[path]}; {REPORT}")
+        try:
+            difference = find_difference(path, partial(compute, path))
+        except Exception as error:  # of the model's code, which may not take the arguments of packed attention
+            if isinstance(error, RunEnd) or is_out_of_memory(error):
+                raise
+            difference = f"{path} fails: {type(error).__name__}: {str(error)[:300]}"
+        if difference:
+            raise PathError(f"calibration: {difference}", path=path)
     asked = trainer.config.train.flash_attention
     usable = ["fa2"]
     for kernel in usable_kernels(asked) if takes_flash(trainer) else ():
@@ -294,6 +299,10 @@ def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[float, dict
 
 def takes_flash(trainer: Any) -> bool:
     return trainer.packed and not trainer.attention_kernel().startswith("SDPA")
+
+
+class PathError(UserError):
+    """A path of the model fails, or differs from the padded one; `status["path"]` names it."""
 
 
 class KernelError(Exception):

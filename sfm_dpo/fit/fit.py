@@ -21,6 +21,8 @@ from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.pairs import TokenPairs
 from sfm_dpo.fit.calibration import (
+    REPORT,
+    PathError,
     base_policy,
     choose_kernel,
     compare_paths,
@@ -29,6 +31,7 @@ from sfm_dpo.fit.calibration import (
     measure_speed,
     reset_peak_memory,
 )
+from sfm_dpo.memory.activations import TraceError
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_layers, asked_pairs, memory_limit
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.run.facts import Calibration, RunFacts, Settings
@@ -97,9 +100,9 @@ def fit(trainer: Any, before: Before) -> RunFacts:
     # ZeRO-3 and FSDP2 shard the policy only when training begins
     is_whole = trainer.zero_stage != 3 and not trainer.is_fsdp_enabled
     resident = max(gather(int(reset_peak_memory())))  # before anything has run
-    plan = plan_memory(trainer, resident)
     with base_policy(trainer) as model:
-        noise, ratios, kernels = compare_paths(trainer, model, is_whole)
+        noise, ratios, kernels = choose_path(trainer, model, is_whole)
+        plan = plan_memory(trainer, resident, is_whole)
         found = Calibration(noise, ratios)
         if is_whole and not trainer.args.preflight_only:
             flash, milliseconds = choose_kernel(trainer, model, kernels)
@@ -123,6 +126,16 @@ def fit(trainer: Any, before: Before) -> RunFacts:
     trainer.noise = noise or trainer.noise
     trainer.facts = facts
     return facts
+
+
+def choose_path(trainer: Any, model: Any, backward: bool) -> tuple[float, dict[str, float], list[str]]:
+    """`compare_paths` once sharing, then packing, are off where they fail. Raises UserError for what is set."""
+    while True:
+        try:
+            return compare_paths(trainer, model, backward)
+        except PathError as error:
+            field = "prefix_sharing" if error.status["path"] == "shared" else "padding_free"
+            trainer.drop_path(field, f"{error}; {REPORT}")
 
 
 def apply_candidate(settings: Settings, candidate: Candidate) -> Settings:
@@ -157,9 +170,10 @@ class MemoryPlan:
         )
 
 
-def plan_memory(trainer: Any, resident: int) -> MemoryPlan | None:
+def plan_memory(trainer: Any, resident: int, is_measured: bool) -> MemoryPlan | None:
     """The plan by which memory decides; None on a CPU if pairs and layers are set. `resident`: bytes that the process
-    takes so far. All ranks must call it."""
+    takes so far. A model that cannot be traced gets a rough plan if it `is_measured`; else UserError is raised. All
+    ranks must call it."""
     args = trainer.config.train
     settings = trainer.settings
     model_config = load_model_config(trainer.config)
@@ -172,6 +186,14 @@ def plan_memory(trainer: Any, resident: int) -> MemoryPlan | None:
     planner = MemoryPlanner(
         trainer.config, model_config, lengths, args.world_size, *packing, dtype, on_gpu=not args.use_cpu
     )
+    try:
+        _ = planner.activations
+    except TraceError as error:
+        reason = f"memory cannot be planned for {model_config.model_type}: {error}"
+        if not is_measured:
+            raise UserError(f"{reason}; set per_device_train_batch_size and gradient_checkpointing") from error
+        log.info(f"{reason}; one pair is measured first")
+        planner.guess_activations()
     launch = "fsdp2" if launched_with() == "fsdp" else "none"
     zero = {}
     if args.deepspeed_plugin is not None:
@@ -207,7 +229,7 @@ def find_setting(trainer: Any, model: Any, plan: MemoryPlan, resident: int) -> C
     states = resident + absent
     fitting: list[Candidate] = []
     failed: list[Candidate] = []
-    candidate = plan.planner.choose(plan.limit, states, ratio)
+    candidate = plan.planner.choose(plan.limit if plan.planner.is_traced else 0, states, ratio)
     while candidate not in failed and len(fitting) + len(failed) < ROUNDS:
         size, activations = measure_memory(trainer, model, candidate, absent, resident)
         shown = f"{size / 2**30:.2f} GiB" if math.isfinite(size) else "more than there is"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
@@ -72,6 +73,7 @@ class MemoryPlanner:
     prefix_sharing: bool
     dtype: torch.dtype = torch.bfloat16
     on_gpu: bool = True
+    is_traced: bool = True  # otherwise activations are guessed
 
     def __post_init__(self) -> None:
         self.model = meta_model(self.model_config)
@@ -100,8 +102,19 @@ class MemoryPlanner:
     @cached_property
     def activations(self) -> tuple[Activations, Activations]:
         """With all layers checkpointed, and with none."""
-        checkpointed = trace_activations(self.model_config, self.dtype, True)
-        return checkpointed, trace_activations(self.model_config, self.dtype, False)
+        config, dtype, packed = self.model_config, self.dtype, self.packed
+        return trace_activations(config, dtype, True, packed), trace_activations(config, dtype, False, packed)
+
+    def guess_activations(self) -> None:
+        """For a model that cannot be traced: 34 bytes a token, hidden unit and layer in 16 bit (Korthikanti et al.,
+        arXiv 2205.05198, without attention scores), of which 2 are the input of a checkpointed layer."""
+        self.is_traced = False
+        text = self.model_config.get_text_config()
+        unit = text.hidden_size * self.dtype.itemsize
+        layers = text.num_hidden_layers
+        checkpointed = Activations(np.array([0, layers * unit]), np.array([0, (layers + 17) * unit]))
+        stored = Activations(np.array([0, 17 * layers * unit]), np.array([0, 17 * layers * unit]))
+        self.activations = checkpointed, stored
 
     def states(self, launch: str, zero: dict[str, Any]) -> dict[str, int]:
         """Bytes on each GPU for weights, gradients, AdamW's moments, buffers, and a live reference model.
@@ -153,7 +166,7 @@ class MemoryPlanner:
         candidates = []
         for pairs, (tokens, responses) in self.micro_batches.items():
             head = head_bytes(self.model_config, responses, self.dtype, self.on_gpu)
-            for count in range(layers + 1):
+            for count in range(layers + 1 if self.model.supports_gradient_checkpointing else 1):
                 work = 1 + count / layers / forwards + fixed / pairs
                 activations = Activations.mix(*self.activations, count / layers).peak_bytes(tokens, head)
                 size = states + max(update, round(ratio * activations))

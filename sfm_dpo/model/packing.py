@@ -57,12 +57,13 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
     """
     if obstacle := why_not_packed(model):
         raise UserError(f"padding_free True: {obstacle}; set padding_free: false")
+    before = model.config._attn_implementation
     model.set_attn_implementation(PACKED)
     nets = find_delta_nets(model)
     if not has_delta_net_kernels():
         for net in nets:
             net.forward = functools.partial(_run_by_sequence, net.forward)
-    model.base_model.register_forward_pre_hook(_add_empty_mask, with_kwargs=True)
+    hook = model.base_model.register_forward_pre_hook(_add_empty_mask, with_kwargs=True)
     fused_forward = model.forward
     default = "shared" if prefix_sharing else "packed"
 
@@ -75,6 +76,15 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
         return fused_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
 
     model.forward = types.MethodType(packed_forward, model)
+
+    def disable() -> None:
+        model.forward = fused_forward
+        model.set_attn_implementation(before)
+        hook.remove()
+        for net in nets:
+            vars(net).pop("forward", None)
+
+    model.disable_padding_free = disable
 
 
 def _run_packed(fused_forward, prefix_sharing, hybrid, *, input_ids, attention_mask, labels, counts=None, **kwargs):

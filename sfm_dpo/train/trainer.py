@@ -21,7 +21,7 @@ from accelerate import DistributedType
 from accelerate.utils import is_peft_model, load_fsdp_model, release_memory
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import PretrainedConfig, PreTrainedModel, TrainerCallback
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer, get_peft_config
 from trl.trainer import dpo_trainer
@@ -112,8 +112,6 @@ class SFMDPOTrainer(DPOTrainer):
         self.config = config
         self.facts = facts or state_facts(config, kwargs["train_dataset"])
         self.progress = progress or Progress()
-        self.packed = self.settings.packed
-        self.prefix_sharing = self.settings.prefix_sharing
         self.train_sums = MetricSums()  # since the last log
         self.num_tokens = 0
         self.is_resumed = False
@@ -137,12 +135,12 @@ class SFMDPOTrainer(DPOTrainer):
         self.precompute_ref_logps = True  # tells TRL that each batch holds the reference's sums, see _compute_loss
         self.chosen_tokens = count_trained(self.train_dataset, args.max_length)[:, 0].mean()  # until a step begins
         self.configured_weights = args.loss_weights or [1.0] * len(args.loss_type)
-        self._pack_and_compile()
-        self.use(self.settings)
         self.meter = Meter()
         flops = ForwardFlops.of(self.bare_model())
         live = not args.precompute_ref_log_probs
         self.data_collator = CountingCollator(self.data_collator, flops, live, self.packed, self.prefix_sharing)
+        self.use(self.settings)
+        self._pack_and_compile()
         self.add_callback(self.meter)
         self.add_callback(self.progress)
 
@@ -175,12 +173,13 @@ class SFMDPOTrainer(DPOTrainer):
         args = self.config.train
         if args.torch_compile:
             log.info("torch_compile: layers are compiled in their first forward and backward")
-        for model in filter(None, (self.bare_model(), self.ref_model)):
-            model = self.accelerator.unwrap_model(model)
-            if self.packed:
+        try:
+            for model in self._bare_models() if self.packed else ():
                 enable_padding_free(model, self.prefix_sharing)
-            if args.torch_compile:
-                compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
+        except Exception as error:  # of a model whose attention cannot be exchanged
+            self.drop_path("padding_free", str(error).partition("\n")[0])
+        for model in self._bare_models() if args.torch_compile else ():
+            compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = super().create_optimizer(*args, **kwargs)
@@ -189,6 +188,14 @@ class SFMDPOTrainer(DPOTrainer):
         for group in self.configured_groups:
             del group["params"]
         return optimizer
+
+    @property
+    def packed(self) -> bool:
+        return self.settings.packed
+
+    @property
+    def prefix_sharing(self) -> bool:
+        return self.settings.prefix_sharing
 
     @property
     def settings(self) -> Settings:
@@ -205,8 +212,28 @@ class SFMDPOTrainer(DPOTrainer):
             names = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
             self.args.deepspeed_plugin.deepspeed_config.update(zip(names, batch, strict=True))
         self._get_train_sampler()
+        self.data_collator.packed = settings.packed
+        self.data_collator.prefix_sharing = settings.prefix_sharing
         if self.packed and not self.config.train.use_cpu:
             activate_flash(settings.flash_attention)
+
+    def drop_path(self, field: str, reason: str) -> None:
+        """Turns off `field`, padding_free or prefix_sharing, for policy and reference, before training begins. Raises
+        UserError if it is set."""
+        if getattr(self.config.train, field):
+            raise UserError(f"{field} True: {reason}; set {field}: false")
+        log.info(f"{field} is off: {reason}")
+        packed = self.packed and field == "prefix_sharing"
+        for model in self._bare_models():
+            if disable := getattr(model, "disable_padding_free", None):
+                disable()
+            if packed:
+                enable_padding_free(model)
+        self.use(dataclasses.replace(self.settings, packed=packed, prefix_sharing=False))
+
+    def _bare_models(self) -> list[Any]:
+        """Policy and reference, without wrappers."""
+        return [self.accelerator.unwrap_model(model) for model in (self.bare_model(), self.ref_model) if model]
 
     def bare_model(self) -> Any:
         """The policy without PEFT's wrapper."""
@@ -526,6 +553,10 @@ def configured_settings(config: Config, model_config: PretrainedConfig) -> Setti
     layers = model_config.get_text_config().num_hidden_layers
     micro_batch = asked_pairs(args) or 1
     checkpointed = asked_layers(args, layers)
+    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)].supports_gradient_checkpointing:
+        if checkpointed:
+            raise UserError(f"gradient_checkpointing True: {model_config.model_type} has none; remove the field")
+        checkpointed = 0
     return Settings(
         micro_batch,
         args.global_batch_size // (micro_batch * args.world_size),
