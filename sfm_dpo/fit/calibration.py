@@ -24,7 +24,7 @@ from accelerate.utils import AutocastKwargs, release_memory
 from torch.nn.functional import avg_pool1d
 
 from sfm_dpo.common.distributed import gather
-from sfm_dpo.common.errors import RunEnd, UserError
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.process import give_back_freed_pages, resident_bytes
 from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
 from sfm_dpo.data.lengths import Lengths, count_trained
@@ -174,6 +174,9 @@ def precision(trainer: Any) -> Any:
 def checkpointed(trainer: Any, layers: int) -> Iterator[None]:
     """Checkpoints so many layers, as training does; dropout stays off."""
     model = trainer.bare_model()
+    if not layers:  # also of a model that has no checkpointing
+        yield
+        return
     options = {k: v for k, v in trainer.args.activation_checkpointing_kwargs.items() if k != "every_n_layers"}
     offload = options.pop("offload", False)
     model.activation_checkpointing_enable(options or None, offload=offload)
@@ -273,14 +276,8 @@ def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[float, dict
         raise UserError(f"calibration: {difference}; it cannot train this model; {REPORT}")
     paths = ["padded", "packed", "shared"][: 1 + trainer.packed + trainer.prefix_sharing]
     for path in paths[1:]:
-        try:
-            difference = find_difference(path, partial(compute, path))
-        except Exception as error:  # of the model's code, which may not take the arguments of packed attention
-            if isinstance(error, RunEnd) or is_out_of_memory(error):
-                raise
-            difference = f"{path} fails: {type(error).__name__}: {str(error)[:300]}"
-        if difference:
-            raise PathError(f"calibration: {difference}", path=path)
+        if difference := find_difference(path, partial(compute, path)):
+            raise PathError(f"calibration: {difference}; {REPORT}", path=path)
     asked = trainer.config.train.flash_attention
     usable = ["fa2"]
     for kernel in usable_kernels(asked) if takes_flash(trainer) else ():
@@ -302,7 +299,7 @@ def takes_flash(trainer: Any) -> bool:
 
 
 class PathError(UserError):
-    """A path of the model fails, or differs from the padded one; `status["path"]` names it."""
+    """A path of the model, packed or shared in `status["path"]`, differs from the padded one."""
 
 
 class KernelError(Exception):

@@ -14,14 +14,13 @@ from typing import Any, NoReturn
 import torch
 
 from sfm_dpo.common.distributed import gather, launched_with
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import RunEnd, UserError
 from sfm_dpo.common.process import available_memory, resident_bytes
 from sfm_dpo.config.checks import check_length_of_run
 from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.pairs import TokenPairs
 from sfm_dpo.fit.calibration import (
-    REPORT,
     PathError,
     base_policy,
     choose_kernel,
@@ -37,6 +36,7 @@ from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.run.facts import Calibration, RunFacts, Settings
 from sfm_dpo.run.reader import describe_calibration
 from sfm_dpo.run.start import Before
+from sfm_dpo.train.callbacks import is_out_of_memory
 from sfm_dpo.train.trainer import state_facts
 
 log = logging.getLogger(__name__)
@@ -134,8 +134,11 @@ def choose_path(trainer: Any, model: Any, backward: bool) -> tuple[float, dict[s
         try:
             return compare_paths(trainer, model, backward)
         except PathError as error:
-            field = "prefix_sharing" if error.status["path"] == "shared" else "padding_free"
-            trainer.drop_path(field, f"{error}; {REPORT}")
+            trainer.drop_path("prefix_sharing" if error.status["path"] == "shared" else "padding_free", str(error))
+        except Exception as error:  # of the model's code, which may not take the arguments of packed attention
+            if isinstance(error, RunEnd) or is_out_of_memory(error) or not trainer.packed:
+                raise
+            trainer.drop_path("padding_free", f"{type(error).__name__}: {str(error)[:300]}")
 
 
 def apply_candidate(settings: Settings, candidate: Candidate) -> Settings:
