@@ -451,7 +451,7 @@ def test_the_date_of_a_template_is_that_of_the_runs_first_start(write_rows, tiny
     rows = [{k: v for k, v in conversation(i).items() if k != "source"} for i in range(4)]
     argv = (write_rows("pairs.jsonl", rows), tiny_folder("llama"))
     today = load_token_pairs(config_of(*argv), tokenizer_with(DATED))
-    assert today.template_date == today.as_dict()["template_date"] == date.today().isoformat()
+    assert today.template_date == date.today().isoformat()
     resumed = load_token_pairs(config_of(*argv), tokenizer_with(DATED), "2026-03-01")
     assert tokenizer_with().decode(resumed.train[0]["prompt_ids"]).startswith("01 Mar 2026<|im_start|>")
     pinned = load_token_pairs(config_of(*argv, "--template_date", "2026-03-01"), tokenizer_with(DATED))

@@ -127,7 +127,7 @@ def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run
     merged = tmp_path / "merged"
     assert train_dpo.main([*recipe, "--use_peft", "true", "--output_dir", str(adapter)]) == 0
     base = AutoModelForCausalLM.from_pretrained(read_resolved_config(adapter)["model_name_or_path"])
-    shutil.copytree(adapter, merged, ignore=shutil.ignore_patterns("adapter_*", "checkpoint-*"))
+    shutil.copytree(adapter, merged, ignore=shutil.ignore_patterns("adapter_*", "checkpoint-*", "complete.json"))
     PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(merged)
     benchmarks = []
     for run in (adapter, merged):

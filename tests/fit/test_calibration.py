@@ -38,8 +38,8 @@ CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capaci
 
 
 @functools.cache
-def trace_once(dtype: torch.dtype, checkpointing: bool):
-    return trace_activations(tiny_config("olmo3"), dtype, checkpointing)
+def trace_once(*given):
+    return trace_activations(tiny_config("olmo3"), *given)
 
 
 @pytest.fixture
