@@ -381,11 +381,11 @@ def run_micro_batch(trainer: Any, model: Any, rows: Sequence[int], checkpointed_
 
 def choose_kernel(trainer: Any, model: Any, kernels: list[str]) -> tuple[str, dict[str, float]]:
     """The kernel that is asked for, or the fastest of `kernels` by more than chance; and, if there are several, the
-    milliseconds that an average pair takes with each, all layers checkpointed: memory is measured afterwards."""
+    milliseconds that an average micro-batch takes with each, all layers checkpointed: memory is measured later."""
     asked = trainer.config.train.flash_attention
     if len(kernels) == 1:
         return (kernels[0] if asked == "auto" else asked), {}
-    rows = select_average(trainer, 1)
+    rows = select_average(trainer, trainer.settings.micro_batch)
     milliseconds = {}
     run = partial(run_micro_batch, trainer, model, rows, len(blocks(model)))
     for kernel in kernels:

@@ -27,7 +27,7 @@ class Calibration:
     # Nats: how far a log-prob differs between batch shapes, the largest mean over calibration.WINDOW tokens
     noise: float | None = None
     ratios: dict[str, float] = field(default_factory=dict)  # by path and kernel: largest difference over noise
-    kernels: dict[str, float] = field(default_factory=dict)  # milliseconds of a pair, if several were compared
+    kernels: dict[str, float] = field(default_factory=dict)  # milliseconds of a micro-batch, if several were compared
     planned_bytes: int | None = None  # of the largest micro-batch and the states of training, on each device
     measured_bytes: int | None = None
     milliseconds: float | None = None  # of an average micro-batch

@@ -143,7 +143,10 @@ def describe_calibration(recorded: Any) -> list[tuple[str, str]]:
     if found["measured_bytes"]:
         sizes = [f"{found[name] / 2**30:.2f}" for name in ("measured_bytes", "planned_bytes")]
         rows.append(("memory measured and planned", f"{' and '.join(sizes)} GiB"))
-    rows += [(f"a pair by {kernel}", f"{ms:.0f} ms") for kernel, ms in found["kernels"].items()]
+    rows += [
+        (f"micro-batch by {kernel}, all layers checkpointed", f"{ms:.0f} ms")
+        for kernel, ms in found["kernels"].items()
+    ]
     if found["hours"] is not None:
         rows.append(("an average micro-batch takes", f"{found['milliseconds']:.0f} ms"))
         rate = f"{found['tokens_per_second']:,.0f} tokens/s a device in a micro-batch, without communication"
