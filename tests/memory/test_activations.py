@@ -123,7 +123,7 @@ def test_the_plan_is_a_trace_of_all_layers_at_24000_tokens(name, checkpointing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 3, 7])
+@pytest.mark.parametrize("count", [3, *(pytest.param(count, marks=pytest.mark.grid) for count in (1, 7))])
 def test_the_plan_of_some_checkpointed_layers_is_their_trace(count):
     config = AutoConfig.from_pretrained(PROJECT / "bench/shapes/gpt_neox_6.9b", num_hidden_layers=8)
     traced = _trace_bytes(config, torch.bfloat16, count / 8, ["block"] * 8, 24_000)

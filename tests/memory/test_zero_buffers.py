@@ -16,6 +16,7 @@ from tests.toolbox import as_options, logged, pairs, write_jsonl
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 def test_buckets_of_a_lora_run_are_planned_and_as_large_as_its_gradients(tiny_folder, tmp_path):
     model = tiny_folder("llama")
     fields = {"model_name_or_path": model, "dataset_name": write_jsonl(tmp_path / "p.jsonl", pairs(16))}

@@ -184,29 +184,6 @@ def test_what_the_printed_values_cut_together(lead, longest_prompt, analyze, tin
     assert float(found[1]) == pytest.approx(100 * row["tokens_kept"], abs=0.05)
 
 
-@pytest.mark.parametrize(("kind", "min_coverage", "min_tokens_kept"), [("instruct", 0.5, 0.9), ("chat", 0.95, 0.9)])
-def test_the_recommendation_follows_its_rule(kind, min_coverage, min_tokens_kept):
-    lengths = lengths_of(kind, 1500)
-    sizes = zip(lengths.prompt, lengths.chosen, lengths.rejected, strict=True)
-    pairs = [([0] * prompt, [1] * chosen, [2] * rejected) for prompt, chosen, rejected in sizes]
-    result = analyze_sample(lengths, min_coverage=min_coverage, min_tokens_kept=min_tokens_kept)
-    steps = [step for step in STEPS if step < lengths.total.max() + 1024]
-    rows = {step: slow_row(pairs, step, slow_prompt_length(pairs, step)) for step in steps}
-    suffices = {s: r["untruncated"] >= min_coverage and r["tokens_kept"] >= min_tokens_kept for s, r in rows.items()}
-    shortest = min(step for step in steps if suffices[step])
-    most = 1.1 * rows[shortest]["tokens"]
-    affordable = [step for step in steps if shortest <= step and rows[step]["tokens"] <= most]
-    nearly_all = [step for step in affordable if rows[step]["untruncated"] >= 0.999]
-    expected = nearly_all[0] if nearly_all else max(affordable, key=lambda step: rows[step]["untruncated"])
-    best = result["recommendation"]
-    assert best["max_length"] == expected > shortest
-    assert best["reason"].startswith(f"{shortest:,} is the shortest that")
-    assert {step: rows[step]["tokens"] for step in (shortest, expected)} == {
-        row["max_length"]: row["tokens"] for row in result["candidates"] if row["max_length"] in (shortest, expected)
-    }
-    assert all(row["flops"] == 4 * row["tokens"] for row in result["candidates"])  # three to train, the reference's
-
-
 def sample(rare: int, count: int = 8, pairs: int = 200, prompt: int = 100) -> Lengths:
     """Pairs with prompts of 100 and answers of 300 tokens; in `count` of them the answers have `rare`, and the prompts
     `prompt` tokens."""
@@ -268,20 +245,6 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         assert sum(words in finding for finding in findings) == 1, (words, findings)
     with pytest.raises(UserError, match=r"no train pair is left of 1 rows \(1 x empty response"):
         analyze([pair(0, chosen="")])
-
-
-def test_how_the_sides_differ(analyze):
-    rows = [pair(i, chosen="{0} and {0}", rejected="{}") for i in range(40)]
-    result = analyze(rows)
-    [row] = result["sides"]
-    assert row["source"].endswith("pairs.jsonl") and row["pairs"] == 40
-    tokens = row["sides"]["tokens"]
-    assert tokens["chosen_more"] == 1 and tokens["difference"] > 0
-    title = "How chosen and rejected answers differ"
-    [_, cells] = dataset.build_tables(result)[title]
-    assert cells[1:] == ["40", f"{tokens['chosen']:,.0f} / {tokens['rejected']:,.0f}"]
-    printed = dataset.format_analysis(result)
-    assert title in printed and cells[2] in printed
 
 
 def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeypatch):

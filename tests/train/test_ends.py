@@ -23,7 +23,7 @@ from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, read_file, read_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run
 from sfm_dpo.train.callbacks import ProgressLine
-from sfm_dpo.training_run import Run
+from sfm_dpo.training_run import TrainingRun
 from tests.toolbox import error_line, logged, on_cpu, pairs
 
 
@@ -167,7 +167,7 @@ def test_a_thread_may_train_and_its_children_end_by_sigterm(signals, capsys):
     with ThreadPoolExecutor(1) as pool:  # where Python refuses to set a handler
         assert pool.submit(train_dpo.main, ["--beta", "0"]).result() == 2
     assert error_line(capsys.readouterr().err)
-    with Run():
+    with TrainingRun():
         child = os.fork()
         if not child:
             os._exit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)

@@ -15,7 +15,7 @@ from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig
 from safetensors.numpy import load_file
 
-from sfm_dpo.common.errors import StopRequested, UserError
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.train import reference_cache
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.frozen_model import FrozenModel
@@ -53,23 +53,6 @@ def test_shards_hold_every_row_once_longest_first_and_batches_respect_the_budget
     assert np.concatenate(parts).tolist() == list(range(300))
     assert all(len(rows) * lengths[rows].max() <= 2 * lengths.max() for rows in parts)
     assert len(parts[0]) == 2 < len(parts[-1])
-
-
-def test_a_rank_that_waits_leaves_the_files_to_rank_0(tmp_path, monkeypatch):
-    asked = []
-
-    class Recorded(reference_cache.ReferenceCache):
-        def path(self, number: int) -> Path:
-            asked.append(number)
-            return super().path(number)
-
-    def report(*args):
-        raise StopRequested("enough")
-
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(StopRequested):
-        Recorded(tmp_path, np.arange(8), 8).compute([0, 1], lambda rows: None, report)
-    assert not asked
 
 
 def compute_slowly(folder: Path, log: Path, lengths: np.ndarray) -> None:
