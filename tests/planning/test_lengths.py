@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 from bench.lengths import sample_lengths
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.preferences import load_pairs
-from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer, tokenize_pairs
+from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.planning import dataset
 from sfm_dpo.planning.dataset import analyze_dataset
 from sfm_dpo.planning.length_advice import CANDIDATES, PERCENTILES, STEPS, analyze_lengths, list_lengths
@@ -245,16 +244,3 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         assert sum(words in finding for finding in findings) == 1, (words, findings)
     with pytest.raises(UserError, match=r"no train pair is left of 1 rows \(1 x empty response"):
         analyze([pair(0, chosen="")])
-
-
-def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeypatch):
-    path = write_rows("pairs.jsonl", [pair(i) for i in range(60)])
-    config = config_of(path, tiny_folder("llama"), "--eval_fraction", 0.1)
-    analyze_dataset(config, 0.9, 0.9)
-    pairs = load_pairs(config)
-    tokenizer = load_tokenizer(config)
-
-    monkeypatch.setattr(tokenizer, "apply_chat_template", None)  # what is tokenized again fails
-    for split in pairs.splits.values():
-        tokens, _ = tokenize_pairs(split, tokenizer, 256, 25)
-        assert len(tokens) == len(split) and max(tokens["prompt_length"]) == 25
