@@ -154,7 +154,7 @@ def test_launched(project, line):
         words[2:2] = ["--main_process_port", "0"]
     else:
         words[1:1] = ["--master-port", str(free_port())]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "train_dpo.py" not in words or is_trained(project, words)
 

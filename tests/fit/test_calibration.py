@@ -319,7 +319,7 @@ def start(tmp_path_factory):
         file.write_text(json.dumps(given))
         command = [*launcher(processes, "cpu"), str(ROOT / "tests/fit/calibrated_runs.py"), str(file)]
         env = clean_environment(place.hf_home)
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return {name: place.folder / name for name in runs}
 
