@@ -38,7 +38,6 @@ ELSEWHERE = {
     r"python .* outputs/low": "as with outputs/high",
     r"accelerate launch --main_process_port 29600": "every start of two processes here chooses a port",
     r".*python bench/throughput.py.* --rounds \d.*": "minutes to half an hour; test_bench.py runs --quick",
-    r"python -m tests.upstream_script .*": "tests/train/test_upstream.py",
     r"source .*|git (clone|lfs) .*|trl dpo.*|hf (auth login|upload .*)|(python -m venv|\S*pip install) .*": "others",
     r"wandb (sync|leet|login).*": "W&B's",
 }
