@@ -1,19 +1,16 @@
 """The length analysis: every count against a plain slow reference, published percentiles, its rules and warnings."""
 
-import re
 import shutil
 import statistics
 
 import numpy as np
 import pytest
-import yaml
 from transformers import AutoTokenizer
 
 from bench.lengths import sample_lengths
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
-from sfm_dpo.planning import dataset
 from sfm_dpo.planning.dataset import analyze_dataset
 from sfm_dpo.planning.length_advice import CANDIDATES, PERCENTILES, STEPS, analyze_lengths, list_lengths
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
@@ -154,33 +151,6 @@ def test_tool_results_are_left_out_as_in_training(analyze, tiny_folder, tmp_path
         train = load_token_pairs(config, load_tokenizer(config)).train
         assert row["dropped"] == len(rows) - len(train)
         assert row["response_tokens"] == count_trained(train, row["max_length"]).sum()
-
-
-TURNS = {"single-turn": [], "multi-turn": [user("Hi"), assistant("Hello"), user("Why? "), assistant("Because.")]}
-
-
-@pytest.mark.parametrize("lead", TURNS.values(), ids=TURNS)
-@pytest.mark.parametrize("longest_prompt", [40, 900])
-def test_what_the_printed_values_cut_together(lead, longest_prompt, analyze, tiny_folder):
-    """Counted again with the printed values, from the token ids of the chat template alone."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for i in range(200):
-        size = longest_prompt if i < 5 else int(rng.integers(1, 40))
-        prompt = [*lead, user(f"{i} " + "p" * size)]
-        sides = {name: "a" * int(rng.integers(60, 150)) + name for name in ("chosen", "rejected")}
-        rows.append({name: [*prompt, assistant(text)] for name, text in sides.items()})
-    printed = dataset.format_analysis(analyze(rows, min_coverage=0.95))
-    values = yaml.safe_load(printed[printed.index("\nmax_length:") :])
-    slow = slow_tokens(rows, AutoTokenizer.from_pretrained(tiny_folder("llama")))
-    row = slow_row(slow, **values)
-    assert row["dropped"] == 0
-    is_full = max(len(prompt) for prompt, _, _ in slow) >= values["max_length"]
-    assert is_full == (longest_prompt == 900) == (values["max_prompt_length"] is not None)
-    assert is_full != ("No max_prompt_length is needed" in printed)
-    [found] = re.findall(r"[Ii]t cuts (\d+) of 200 pairs, and ([\d.]+)% of the response tokens are kept", printed)
-    assert int(found[0]) == 200 - round(row["untruncated"] * 200)
-    assert float(found[1]) == pytest.approx(100 * row["tokens_kept"], abs=0.05)
 
 
 def sample(rare: int, count: int = 8, pairs: int = 200, prompt: int = 100) -> Lengths:
