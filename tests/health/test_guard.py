@@ -87,7 +87,7 @@ def test_recorded_standstill_is_named():
     [*itertools.product([12, 60, 300, 1172], [0.6, 0.5, 0.35]), (2000, 0.66)],  # the last stays near ln 2 for long
 )
 def test_healthy_runs_pass_without_an_alarm(steps, end_loss):
-    for seed in range(3 if steps < 2000 else 1):
+    for seed in range(3 if steps < 1000 else 1):
         log = healthy(steps, end_loss, seed=seed)
         assert not replay(log, NORM._replace(max_steps=steps, warmup_steps=math.ceil(0.1 * steps)))
 

@@ -205,7 +205,7 @@ def test_a_pushed_adapter_names_its_base_on_the_hub_and_no_path(hub, run, tmp_pa
     copy = tmp_path / "hub-cache/models--lab--base/snapshots/0123abcd"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoint-*"))
     adapter.peft_config["default"].base_model_name_or_path = str(copy)
-    for name in (WEIGHTS, "config.json"):
+    for name in (WEIGHTS, "config.json", COMPLETE):
         (run / name).unlink()
     adapter.save_pretrained(run)
     edit(run / RESOLVED_CONFIG, model_name_or_path=str(tmp_path))

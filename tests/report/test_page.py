@@ -254,10 +254,10 @@ def test_secrets_in_the_files_do_not_reach_the_report_that_the_command_writes(
     text = (run / "report.html").read_text()
     out = capsys.readouterr().out
     for shown in (text, out):
-        assert "canary" not in shown and "hf_AAAA" not in shown and "401 for ***" in shown
+        assert "canary0123" not in shown and "hf_AAAA" not in shown and "401 for ***" in shown
     assert str(run / "report.html") in out.splitlines()[-1]
     write_model_card(run)
-    assert "# run\n" in (run / "README.md").read_text() and "canary" not in (run / "README.md").read_text()
+    assert "# run\n" in (run / "README.md").read_text() and "canary0123" not in (run / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
