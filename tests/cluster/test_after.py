@@ -83,11 +83,6 @@ def test_other_ends_are_final_and_the_last_line_names_them(status, launcher_code
     assert not decision.requeue and not decision.requeue_line
 
 
-def test_every_state_has_an_end():
-    for state in State:
-        assert end({"state": state, "exit_code": 9, "job": "7", "checkpoint": "checkpoint-1"}).last_line
-
-
 def test_the_node_of_a_hang_is_named_with_the_command_that_excludes_it():
     exclude = "; to exclude node n1, which hung: scontrol update JobId=5_2 ExcNodeList=n1"
     assert end(HUNG).requeue_line.endswith(exclude)

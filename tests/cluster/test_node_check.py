@@ -28,7 +28,7 @@ def check(tmp_path, ranks: int = 2, env=None, change: str = "", come=None) -> tu
         mine = clean | {"RANK": str(rank), "SLURMD_NODENAME": f"n{rank + 1}"} | (env[rank] if env else {})
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         processes.append(subprocess.Popen(command, cwd=ROOT, env=mine, **pipes))
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate()[0] for process in processes]
     return [process.returncode for process in processes], "".join(outputs)
 
 
@@ -56,7 +56,11 @@ def test_a_node_with_a_folder_of_its_own(tmp_path):
     ("came", "expected"),
     [
         (0, "unhealthy n2: no process has reached the first node\nerror: submit again with --exclude=n2, or"),
-        (1, "unhealthy n2: rank 1 could not finish the check: .*\nerror: correct this and submit again, or"),
+        pytest.param(
+            1,
+            "unhealthy n2: rank 1 could not finish the check: .*\nerror: correct this and submit again, or",
+            marks=pytest.mark.grid,
+        ),
     ],
 )
 def test_a_node_that_never_comes_is_the_one_to_exclude(tmp_path, came, expected):
@@ -80,25 +84,13 @@ def test_a_rank_whose_all_reduce_fails_says_why_itself(tmp_path):
 
 
 @pytest.mark.slow
-def test_rates_are_logged(tmp_path):
+def test_healthy_nodes_log_their_rates_and_leave_nothing_behind(tmp_path):
     codes, output = check(tmp_path, 3, [{}, {"SLURMD_NODENAME": "n1"}, {}])
     assert codes == [0] * 3, output
     assert re.search(r" TFLOPS in a matrix product: \S+ \(n[13] CPU 0\) to \S+\n", output)
     assert re.search(r" GB/s in an all-reduce inside a node: \S+ \(n1 CPU 0\) to \S+\n", output)
     assert re.search(r" GB/s in an all-reduce between nodes: \S+ \(n[13] CPU 0\) to \S+\n", output)
     assert "node check: 2 node(s), 3 rank(s) are healthy" in output
-
-
-def test_a_cold_start_on_a_shared_disk_is_waited_for():
-    limit = re.search(r"timeout (\d+) python -m sfm_dpo.cluster.node_check", (ROOT / "scripts/common.sh").read_text())
-    assert node_check.JOIN_SECONDS >= 300
-    assert int(limit[1]) > node_check.JOIN_SECONDS + node_check.REDUCE_SECONDS + 120
-
-
-@pytest.mark.slow
-def test_a_healthy_node_leaves_nothing_behind(tmp_path):
-    codes, output = check(tmp_path, 1)
-    assert codes == [0] and "node check: 1 node(s), 1 rank(s) are healthy" in output, output
     assert not [path for folder in ("run", "hf") for path in (tmp_path / folder).iterdir()]
 
 

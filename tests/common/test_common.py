@@ -12,7 +12,7 @@ from sfm_dpo.common import distributed
 from sfm_dpo.common.cli import command, reads_runs
 from sfm_dpo.common.distributed import explain_missing_gpus
 from sfm_dpo.common.errors import GuardStopped, UserError
-from sfm_dpo.common.files import PROJECT, format_table, write_atomically
+from sfm_dpo.common.files import PROJECT, format_table
 from sfm_dpo.config.fields import parse_config
 
 
@@ -101,13 +101,6 @@ def test_what_says_nothing_is_not_logged(caplog):
         logging.getLogger(name).warning(text)
         logging.getLogger(name).warning("another")
     assert {record.getMessage() for record in caplog.records} <= {"another"}
-
-
-def test_what_is_written_atomically_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
-    write_atomically(tmp_path / "status.json", "{}")
-    assert synced == [2] and (tmp_path / "status.json").read_text() == "{}"
 
 
 def test_columns_are_aligned_and_short_rows_are_filled():

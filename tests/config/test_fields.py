@@ -18,7 +18,7 @@ from wandb.sdk.lib.urls import DEFAULT_BASE_URL
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config.checks import REFUSED
-from sfm_dpo.config.fields import FieldParser, parse_config, resolve_report_to
+from sfm_dpo.config.fields import parse_config, resolve_report_to
 
 NEEDED = {"model_name_or_path": "org/model", "dataset_name": "pairs.jsonl", "use_cpu": True}
 
@@ -53,18 +53,6 @@ def test_defaults_are_olmo3s_objective(parse):
     assert (train.loss_type, train.beta, train.learning_rate) == (["sigmoid_norm"], 5.0, 1e-6)
     assert (train.lr_scheduler_type, train.warmup_steps, train.num_train_epochs) == ("linear", 0.1, 1.0)
     assert (train.global_batch_size, train.weight_decay) == (128, 0.0)
-
-
-def test_a_run_is_fast_by_default(parse):
-    train = parse().train
-    assert train.precompute_ref_log_probs and train.train_sampling_strategy == "batch_rebalance"
-    for name in "padding_free prefix_sharing per_device_train_batch_size gradient_checkpointing".split():
-        assert getattr(train, name) is None, name  # decided later, by model and memory
-
-
-def test_help_shows_the_defaults_in_effect(parse):
-    config = parse()
-    assert FieldParser().describe("use_peft")[0] == str(config.model.use_peft)
 
 
 def test_command_line_beats_recipe_beats_defaults(parse):
@@ -150,12 +138,11 @@ def test_a_command_line_reads_the_yaml_of_a_recipe(parse, field, words, value):
         ("recipe.yaml", ["unknown option recipe.yaml; did you mean --config recipe.yaml?"]),
         ("--beta", ["beta", "expected one argument"]),
         ("--config nowhere.yaml", ["nowhere.yaml", "no such file"]),
-        ("--hub_token hf_canary", ["hub_token: would be stored with the run; put HF_TOKEN into .env"]),
     ],
 )
 def test_wrong_command_line(parse, cli, parts):
     message = refused(parse, None, *cli.split())
-    assert all(part in message for part in parts) and "canary" not in message, message
+    assert all(part in message for part in parts), message
 
 
 OUT_OF_RANGE = """
@@ -181,7 +168,6 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
     [
         ("learning_rat: 1.0e-6", ["learning_rat", "did you mean learning_rate"]),
         ("learning_rate: [1, 2]", ["learning_rate", "'[1, 2]'"]),
-        ("learning_rate: true", ["learning_rate", "'true'"]),
         ("learning_rate:", ["learning_rate", "empty"]),
         ("max_length: 1e3", ["max_length", "'1e3'"]),
         ("guard: off", ["guard", "'off'", "'stop'"]),
@@ -189,8 +175,6 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ("a: [b", ["not valid YAML"]),
         ("output_dir: {{ run }}", ["output_dir: ConstructorError: "]),
         ("model_init_kwargs: {a: 2026-13-01}", ["model_init_kwargs: ValueError: month must be in 1..12"]),
-        ("beta: five", ["recipe.yaml: beta: invalid float value: 'five'"]),
-        ("xyz: 1\nlr: 1", ["2 fields to correct", "unknown field 'xyz'", "unknown field 'lr'; here: learning_rate"]),
         ("output_dir: $SCRATCH/run", ["output_dir $SCRATCH/run: variables are replaced by a shell only"]),
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, ["model_init_kwargs: cannot set a token, dtype or revision"]),
         ("- a", ["not valid YAML"]),
@@ -199,14 +183,11 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"truncation_mode": "keep_end"}, ["truncation_mode", "keep_end", "keep_start"]),
         ({"model_name_or_path": "absent"}, ["model_name_or_path"]),
         ({"dataset_name": "absent"}, ["dataset_name"]),
-        ({"loss_type": "sigmoid_nrm"}, ["sigmoid_nrm", "did you mean sigmoid_norm"]),
         ({"loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1.0]}, ["loss_weights"]),
         (SORTED | {"per_device_train_batch_size": 1}, ["loss_type ['aot']: sorts the pairs of a micro-batch"]),
         (SORTED | {"eval_fraction": 0.1}, ["loss_type ['aot']: sorts the pairs of an evaluation batch"]),
-        ({"use_peft": True, "lora_alpha": 0}, ["lora_alpha 0: must be at least 1"]),
         ({"loss_type": []}, ["loss_type []: nothing would be trained"]),
         ({"loss_weights": [0]}, ["loss_weights [0.0]: give weights of at least 0, one of them above 0"]),
-        ({"loss_weights": ["nan"]}, ["loss_weights [nan]: give weights"]),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, ["lr_scheduler_type cosine_with_min_lr, lr_scheduler_kwargs"]),
         ({"lr_scheduler_kwargs": {"a": 1}}, ["lr_scheduler_kwargs {'a': 1}: TypeError", "'a'"]),
         ({"optim": "adamw_bnb_8bit"}, ["optim adamw_", "optim_args None: ", "bitsandbytes", "choose another"]),
@@ -225,8 +206,6 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
             {"eval_command": "true {checkpoint} {stp} {out}"},
             ["cannot be read (KeyError('stp')); for instance: sbatch"],
         ),
-        ({"eval_command": "true {{checkpoint}} {out}"}, ["eval_command true", "lacks {checkpoint}"]),
-        ({"eval_command": "true {checkpoint} {out} {step[0]}"}, ["eval_command true", "cannot be read (TypeError("]),
         ({"eval_command": "true {checkpoint} {out} {"}, ["eval_command true", "cannot be read (ValueError("]),
         ({"eval_command": "true '{checkpoint} {out}"}, ["eval_command true", "No closing quotation"]),
         ({"eval_command": "nothing.sh {checkpoint} {out}"}, ["command nothing.sh not found"]),
@@ -236,7 +215,6 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"eval_datasets": "a.jsonl"}, ["eval_datasets a.jsonl: must be a mapping of names to sets, such as {math:"]),
         ({"eval_datasets": {"a": {"path": "x", "fraction": "1"}}}, ["eval_datasets", "fraction"]),
         ({"eval_datasets": {"a": {"path": None}}}, ["eval_datasets {", "must be a mapping", "a: {'path': None}"]),
-        ({"eval_datasets": {"a": ""}}, ["eval_datasets {", "must be a mapping"]),
         ({"eval_datasets": {"eval": "x"}}, ["eval_datasets", "is called eval or train", "eval: x"]),
         ({"eval_steps": 5}, ["eval_steps 5: has no effect; set eval_strategy: steps"]),
         ({"save_strategy": "best"}, ["save_strategy best", "set it to steps or epoch"]),
@@ -277,16 +255,6 @@ def test_olmos_beta_with_a_loss_on_sums_is_refused_and_says_why(parse, loss):
     assert parse({"loss_type": loss, "beta": 5, "allow_unnormalized_beta": True}).train.beta == 5
     assert parse({"loss_type": loss, "beta": 0.1}).train.beta == 0.1
     assert parse({"loss_type": ["sigmoid_norm", "sft"], "beta": 5}).train.beta == 5
-
-
-def test_a_recipe_of_another_trainer_is_told_all_at_once(parse):
-    """Fields of TRL's CLI, LLaMA-Factory and axolotl."""
-    fields = {"torch_dtype": "auto", "stage": "dpo", "cutoff_len": 1, "micro_batch_size": 4, "xyzzy": 1}
-    fields |= {"evals_per_epoch": 4, "adapter": "lora", "base_model": "m"}
-    message = refused(parse, fields, world_size=2)
-    expected = """8 fields to correct|here: dtype (|'stage'; here: none (always DPO)|
-        |'cutoff_len'; here: max_length (|unknown field 'xyzzy'|here: eval_strategy: steps (|here: use_peft ("""
-    assert not [part for part in expected.split("|") if part.strip() not in message], message
 
 
 AXOLOTL = """{base_model: m, model_type: LlamaForCausalLM, tokenizer_type: AutoTokenizer, strict: false, rl: dpo,
@@ -393,13 +361,6 @@ def test_a_cache_without_file_locks_is_one_line(parse, monkeypatch):
     parse()  # libraries do without locks where there is no flock
 
 
-def test_mixture(parse):
-    entries = [{"path": "a.jsonl", "fraction": 0.3}, {"path": "org/b", "split": "test", "fraction": 0.7}]
-    one, two = parse({"dataset_name": "absent", "datasets": entries}).data.datasets
-    assert (one.path, one.split, one.fraction) == ("a.jsonl", "train", 0.3)
-    assert (two.path, two.split, two.fraction) == ("org/b", "test", 0.7)
-
-
 @pytest.mark.parametrize(
     ("datasets", "part"),
     [
@@ -452,13 +413,6 @@ def test_a_tracker_that_is_not_installed_is_one_line():
     for tracker in ("mlflow", "comet_ml", "dvclive"):
         with pytest.raises(UserError, match=f"report_to {tracker}: not installed; pip install {tracker}, or remove"):
             resolve_report_to([tracker])
-
-
-@pytest.mark.parametrize("field", REFUSED)
-def test_fields_that_would_not_work_are_refused(parse, field):
-    value = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "ld_alpha": 0.0, "test_split_size": 0.1}
-    value |= {"deepspeed": "ds.json", "metric_for_best_model": "eval_loss"}
-    assert refused(parse, {field: value.get(field, True)}).startswith(f"{field} {value.get(field, True)}: ")
 
 
 def test_every_field_of_trl_is_in_its_table():

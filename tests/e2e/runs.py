@@ -60,7 +60,7 @@ class Run:
         """What this start has printed; earlier starts of the same run are before it in the file."""
         return self.log_file.read_bytes()[self.log_start :].decode(errors="replace")
 
-    def wait(self, timeout: float = 300) -> int:
+    def wait(self, timeout: float = 1800) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -75,7 +75,7 @@ class Run:
         assert code == 0 or "terminate called without an active exception" in self.log, self.log[-4000:]
         return self
 
-    def until(self, condition: Callable[[], bool], timeout: float = 180, every: float = 0.002) -> bool:
+    def until(self, condition: Callable[[], bool], timeout: float = 1800, every: float = 0.002) -> bool:
         """Waits; False if the run ended first."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -117,7 +117,7 @@ class Run:
         me = psutil.Process(self.process.pid)
         for process in [*me.children(recursive=True), me]:
             process.kill()
-        self.process.wait(30)
+        self.process.wait(300)
 
     @property
     def status(self) -> dict:
@@ -163,7 +163,7 @@ class Place:
         file.write_text(json.dumps(argvs))
         command = [*launcher(processes, launch), str(ROOT / "tests/e2e/many_runs.py"), str(file)]
         env = clean_environment(self.hf_home)
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
 
     def run_many(self, launch: str, runs: dict[str, dict]) -> dict[str, Path]:

@@ -41,11 +41,6 @@ def test_options_override_the_recipe(write_rows, tiny_folder, tmp_path, environm
     assert not (tmp_path / "run").exists()  # nothing is written but --json
 
 
-def test_it_asks_for_a_model(write_rows, capsys):
-    assert analyze_dataset.main([str(write_rows("pairs.jsonl", ROWS))]) == 2
-    assert "model_name_or_path" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("option", ["--json", "--dropped"])
 def test_the_dataset_is_not_overwritten(write_rows, tiny_folder, tmp_path, monkeypatch, capsys, option):
     data = write_rows("pairs.jsonl", ROWS)

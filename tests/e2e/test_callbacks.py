@@ -18,7 +18,7 @@ COLLAPSES |= {"guard_generations": 3, "guard": "warn"}
 BY_EPOCH = {"save_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 3, "eval_fraction": 0.1}
 ROWS = [  # how a run ends after every step, and its fields
     ("stop", COLLAPSES),
-    ("kill", COLLAPSES | {"save_steps": 2, "eval_steps": 2, "logging_steps": 3}),
+    pytest.param("kill", COLLAPSES | {"save_steps": 2, "eval_steps": 2, "logging_steps": 3}, marks=pytest.mark.grid),
     ("kill", BY_EPOCH | {"logging_steps": 2, "global_batch_size": 16, "num_train_epochs": 2}),
     ("stop", {"eval_command": "true {checkpoint} {step} {out}", "guard": "skip", "save_steps": 1}),  # without results
 ]

@@ -38,7 +38,6 @@ ELSEWHERE = {
     r"python .* outputs/low": "as with outputs/high",
     r"accelerate launch --main_process_port 29600": "every start of two processes here chooses a port",
     r".*python bench/throughput.py.* --rounds \d.*": "minutes to half an hour; test_bench.py runs --quick",
-    r"python -m tests.upstream_script .*": "tests/train/test_upstream.py",
     r"source .*|git (clone|lfs) .*|trl dpo.*|hf (auth login|upload .*)|(python -m venv|\S*pip install) .*": "others",
     r"wandb (sync|leet|login).*": "W&B's",
 }
@@ -154,7 +153,7 @@ def test_launched(project, line):
         words[2:2] = ["--main_process_port", "0"]
     else:
         words[1:1] = ["--master-port", str(free_port())]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "train_dpo.py" not in words or is_trained(project, words)
 

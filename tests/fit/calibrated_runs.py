@@ -1,8 +1,8 @@
 """Run by test_calibration.py, also under a launcher: runs of train_dpo.py in one set of processes. The JSON file holds
-for each run its kind, its folder and its command line.
+for each run its kind and its command line.
 
-Kinds: with calibration; without it; `less`: rank 1 has not enough memory for the first setting; a folder: with the
-setting that the run in that folder has found, and calibration.
+Kinds: with calibration; without it; `less`: rank 1 has not enough memory for the first setting; `first`: with
+calibration, and the setting that the run in the folder of this name has found.
 """
 
 import json
@@ -36,8 +36,9 @@ def train(kind: str, argv: list[str]) -> None:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
 
             patch.setattr(calibration, "run_micro_batch", run_with_less)
-        if Path(kind).is_dir():
-            settings = json.loads((Path(kind) / "data.json").read_text())["settings"]
+        if kind == "first":
+            run = Path(argv[argv.index("--output_dir") + 1]).with_name(kind)
+            settings = json.loads((run / "data.json").read_text())["settings"]
             argv += ["--per_device_train_batch_size", str(settings["micro_batch"]), "--gradient_checkpointing", "true"]
             argv += ["--checkpointed_layers", str(settings["checkpointed_layers"])]
         train_all([argv], patch)

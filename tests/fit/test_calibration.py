@@ -34,6 +34,7 @@ from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
 from tests.toolbox import as_options, error_line, logged, on_cpu, pairs
 from tests.train.test_trainer import make_trainer
 
+GRID = functools.partial(pytest.param, marks=pytest.mark.grid)
 CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.02 GiB is"
 
 
@@ -237,7 +238,7 @@ def random_pairs(tokens: int) -> Dataset:
     return Dataset.from_list([{"prompt": "a short question?", "chosen": answers[0], "rejected": answers[1]}] * 4)
 
 
-@pytest.mark.parametrize(("tokens", "bf16"), [(20, "true"), (200, "false"), (2000, "true")])
+@pytest.mark.parametrize(("tokens", "bf16"), [(20, "true"), (200, "false"), GRID(2000, "true")])
 def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_path, monkeypatch, bf16, tokens):
     cli = ["--prefix_sharing=false", "--max_length=4096", f"--bf16={bf16}"]
     assert calibrated(tiny_folder("llama"), tmp_path, *cli, data=random_pairs(tokens)).ratios["packed"] < 3
@@ -284,7 +285,7 @@ ADAPTER = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1, task_ty
     [
         *((architecture, [], None) for architecture in ("gpt_neox", "olmo3", "olmoe", "smollm3")),
         ("llama", ["--bf16=true", "--gradient_checkpointing=false"], ADAPTER),
-        ("llama", ["--torch_compile=true", "--torch_compile_backend=aot_eager"], None),
+        GRID("llama", ["--torch_compile=true", "--torch_compile_backend=aot_eager"], None),
         ("llama", ["--padding_free=false"], None),
         ("llama", ["--max_length=20", "--global_batch_size=1", "--per_device_train_batch_size=1"], None),  # 3 pairs
     ],
@@ -308,23 +309,34 @@ def test_large_logits_are_noisy_and_not_wrong(tmp_path, write_rows, no_report):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A function: number of processes, kind of each run by its name, fields -> the folders of the runs."""
+    """A function: number of processes, kind and fields of each run by its name -> the folders of the runs, which share
+    one start."""
     place = make_place(tmp_path_factory.mktemp("calibrated"), pairs(24), {"olmo3": {}}, {"max_steps": 3})
 
-    def run(processes: int, kinds: dict[str, str], **fields) -> list[Path]:
-        folders = [place.folder / f"{name}, {processes}, {fields}" for name in kinds]
-        of_name = dict(zip(kinds, map(str, folders), strict=True))
-        argvs = [as_options(place.values(folder.name, **fields)) for folder in folders]
+    def run(processes: int, runs: dict[str, tuple[str, dict]]) -> dict[str, Path]:
+        given = [(kind, as_options(place.values(name, **fields))) for name, (kind, fields) in runs.items()]
         file = place.folder / "runs.json"
-        runs = [(of_name.get(kind, kind), argv) for kind, argv in zip(kinds.values(), argvs, strict=True)]
-        file.write_text(json.dumps(runs))
+        file.write_text(json.dumps(given))
         command = [*launcher(processes, "cpu"), str(ROOT / "tests/fit/calibrated_runs.py"), str(file)]
         env = clean_environment(place.hf_home)
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return folders
+        return {name: place.folder / name for name in runs}
 
     return run
+
+
+def with_and_without(processes: int, bf16: str) -> dict[str, tuple[str, dict]]:
+    fields = {"use_cpu": "true", "bf16": bf16, "checkpointed_layers": 1}
+    return {f"{kind}, {processes}, {bf16}": (kind, fields) for kind in ("with", "without")}
+
+
+BY_MEMORY = {"use_cpu": "true", "per_device_train_batch_size": None, "gradient_checkpointing": None}
+
+
+@pytest.fixture(scope="module")
+def together(start) -> dict[str, Path]:
+    return start(2, with_and_without(2, "false") | {"first": ("less", BY_MEMORY), "again": ("first", BY_MEMORY)})
 
 
 def weights(run: Path) -> bytes:
@@ -332,24 +344,20 @@ def weights(run: Path) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "bf16"),
-    [
-        (2, "false"),
-        *(pytest.param(*case, marks=pytest.mark.grid) for case in [(2, "true"), (1, "false"), (1, "true")]),
-    ],
-)
-def test_a_calibrated_run_ends_with_the_weights_of_one_that_is_not(start, processes, bf16):
-    fields = {"use_cpu": "true", "bf16": bf16, "checkpointed_layers": 1}
-    calibrated, plain = start(processes, {"calibrated": "with", "plain": "without"}, **fields)
+@pytest.mark.parametrize(("processes", "bf16"), [(2, "false"), GRID(2, "true"), GRID(1, "false"), GRID(1, "true")])
+def test_a_calibrated_run_ends_with_the_weights_of_one_that_is_not(start, request, processes, bf16):
+    runs = with_and_without(processes, bf16)
+    is_alone = (processes, bf16) != (2, "false")
+    folders = start(processes, runs) if is_alone else request.getfixturevalue("together")
+    calibrated, plain = (folders[name] for name in runs)
     assert weights(calibrated) == weights(plain)
     assert read_file(calibrated / "data.json")["calibration"]["noise"] > 0
 
 
 @pytest.mark.slow
-def test_where_one_rank_has_less_memory_all_take_a_smaller_setting(start):
-    fields = {"use_cpu": "true", "per_device_train_batch_size": None, "gradient_checkpointing": None}
-    less, again = start(2, {"first": "less", "again": "first"}, **fields)
+def test_where_one_rank_has_less_memory_all_take_a_smaller_setting(together):
+    less = together["first"]
+    again = together["again"]
     data, expected = (read_file(run / "data.json") for run in (less, again))
     memory = data["settings"]["memory"]
     assert (memory["per_device"], memory["checkpointed_layers"]) != (4, 0)

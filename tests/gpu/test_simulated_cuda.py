@@ -42,7 +42,7 @@ def device(tmp_path_factory) -> Path:
     torch_folder = Path(torch.__file__).parent
     command = ["g++", "-shared", "-fPIC", "-std=c++20", Path(__file__).with_name("device.cpp"), "-o", library]
     command += [f"-I{torch_folder}/include", f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib"]
-    subprocess.run([*map(str, command), "-ltorch_cpu", "-lc10"], check=True, timeout=120)
+    subprocess.run([*map(str, command), "-ltorch_cpu", "-lc10"], check=True)
     return library
 
 
@@ -60,7 +60,7 @@ def run(device, write_rows, tmp_path):
         env = os.environ | {"SIMULATED_CUDA": str(device), "HF_HOME": str(tmp_path)} | environment
         env.pop("CUDA_VISIBLE_DEVICES", None)
         command = [sys.executable, "-m", "tests.gpu.simulated_run", *argv]
-        done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr, tmp_path / "run"
 
@@ -87,12 +87,10 @@ def test_a_run_on_a_gpu(architecture, fields, run):
     [
         ("right", None, *BEYOND),
         ("backward", "differs from padded in gradient of model.layers.self_attn.q_proj.weight", {}, {}),
-        ("window", "differs from padded in ", *BEYOND),
         ("long", "fails: FlashAttention: too many tokens", {}, {"per_device_train_batch_size": 8}),
-        *(
-            pytest.param(fault, "differs from padded in ", {}, {}, marks=pytest.mark.grid)
-            for fault in ("mask", "leak")
-        ),
+        pytest.param("window", "differs from padded in ", *BEYOND, marks=pytest.mark.grid),
+        pytest.param("mask", "differs from padded in ", {}, {}, marks=pytest.mark.grid),
+        pytest.param("leak", "differs from padded in ", {}, {}, marks=pytest.mark.grid),
     ],
 )
 def test_a_kernel_that_is_wrong_is_named_and_not_used(fault, what, shape, fields, run):

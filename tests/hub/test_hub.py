@@ -115,9 +115,7 @@ def test_a_batch_job_does_the_open_steps_of_a_trained_run_and_nothing_else(hub, 
 
 
 def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
-    """That of a run which the guard stopped, the checkpoint being the one that it calls healthy."""
     assert push(run, "--hub_revision", "step-{step}") == 0
-    write_status(run, "collapsed", 4, "margin", step=6, checkpoint=str(run / "checkpoint-4"))
     assert push(run / "checkpoint-4", "--hub_revision", "step-{step}") == 0
     assert set(hub.repos["lab/model"].branches) == {"main", "step-4"}
     weights = {revision: files(hub, revision)[WEIGHTS] for revision in ("main", "step-4")}
@@ -207,7 +205,7 @@ def test_a_pushed_adapter_names_its_base_on_the_hub_and_no_path(hub, run, tmp_pa
     copy = tmp_path / "hub-cache/models--lab--base/snapshots/0123abcd"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoint-*"))
     adapter.peft_config["default"].base_model_name_or_path = str(copy)
-    for name in (WEIGHTS, "config.json"):
+    for name in (WEIGHTS, "config.json", COMPLETE):
         (run / name).unlink()
     adapter.save_pretrained(run)
     edit(run / RESOLVED_CONFIG, model_name_or_path=str(tmp_path))
@@ -224,19 +222,6 @@ def test_a_pushed_adapter_names_its_base_on_the_hub_and_no_path(hub, run, tmp_pa
     assert push(run) == 2
     error = capsys.readouterr().err
     assert "tokenizer_config.json: contains a path of this machine, /scratch/bob/tokenizer.model" in error
-
-
-def test_a_run_that_the_guard_stopped_is_pushed_only_when_asked(hub, run, capsys):
-    write_status(run, "collapsed", 4, "margin", step=6, checkpoint=str(run / "checkpoint-4"))
-    assert push(run / "checkpoint-6") == 2
-    error = capsys.readouterr().err
-    assert "the guard stopped this run" in error and "checkpoint-4" in error and "--publish_anyway" in error
-    for command in (push, lambda path: push(path, "--publish_anyway"), lambda path: generate.main([str(path), "Hi"])):
-        assert command(run) == 2
-        assert "not finished (state collapsed); choose one of its checkpoints" in capsys.readouterr().err
-    assert not hub.repos
-    assert push(run / "checkpoint-6", "--publish_anyway") == 0
-    assert read_status(run)["state"] == "collapsed"
 
 
 def test_what_is_no_finished_model_is_refused_in_one_line(hub, run, tmp_path, capsys):

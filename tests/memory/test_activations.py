@@ -86,7 +86,7 @@ def test_memory_of_a_real_run_is_within_15_percent(tmp_path, tiny_folder, write_
     env = os.environ | {"PYTHONPATH": str(PROJECT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     # The figure is of memory in use. By default glibc keeps freed blocks of up to 32 MB, here a fifth of all.
     env["MALLOC_MMAP_THRESHOLD_"] = "131072"
-    done = subprocess.run([*command, tmp_path], cwd=PROJECT, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, tmp_path], cwd=PROJECT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     measured = json.loads(done.stdout.splitlines()[-1])
 
@@ -123,7 +123,7 @@ def test_the_plan_is_a_trace_of_all_layers_at_24000_tokens(name, checkpointing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 3, 7])
+@pytest.mark.parametrize("count", [3, *(pytest.param(count, marks=pytest.mark.grid) for count in (1, 7))])
 def test_the_plan_of_some_checkpointed_layers_is_their_trace(count):
     config = AutoConfig.from_pretrained(PROJECT / "bench/shapes/gpt_neox_6.9b", num_hidden_layers=8)
     traced = _trace_bytes(config, torch.bfloat16, count / 8, ["block"] * 8, 24_000)

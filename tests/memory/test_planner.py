@@ -12,7 +12,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
-from sfm_dpo.memory.planner import FIXED_TOKENS, MemoryPlanner, choose_candidate
+from sfm_dpo.memory.planner import MemoryPlanner, choose_candidate
 from sfm_dpo.model.packing import decide_packing
 from tests.tiny_models import tiny_config
 
@@ -95,19 +95,3 @@ def test_what_takes_as_much_as_a_setting_that_did_not_fit_is_not_chosen_again():
     tried = choose_candidate(every, math.inf, args, [known[8, 2]])
     assert (tried.per_device, tried.checkpointed_layers) == (4, 0)  # neither 16 pairs nor 8 with less than 3 layers
     assert choose_candidate(every, 0, args, [known[1, 8]]) == known[1, 8]  # nothing is left
-
-
-def test_on_a_gpu_a_second_pair_can_be_worth_a_few_checkpointed_layers():
-    """A micro-batch has a cost of its own; on a CPU it has none."""
-
-    def work(on_gpu: bool) -> dict[tuple[int, int], float]:
-        config = configuration("--padding_free=true")
-        model_config = tiny_config("gpt_neox", num_hidden_layers=8)
-        every = MemoryPlanner(config, model_config, LENGTHS, 4, True, True, on_gpu=on_gpu).list_candidates()
-        return {(candidate.per_device, candidate.checkpointed_layers): candidate.work for candidate in every}
-
-    gpu = work(True)
-    cpu = work(False)
-    assert gpu[2, 4] < gpu[1, 0] and cpu[2, 4] > cpu[1, 0]
-    computed = LENGTHS.computed(prefix_sharing=True).mean()
-    assert gpu[1, 0] - cpu[1, 0] == pytest.approx(FIXED_TOKENS / computed)

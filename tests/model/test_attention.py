@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, register_flash_attention_impl, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import add_fused_lm_head
 
@@ -145,28 +144,6 @@ def test_gathered_keys_have_autograd_s_gradient_without_atomics(own, before):
 def test_more_keys_than_queries_equal_attention_written_out(own, before, window, device, dtype, tolerance):
     qkv, keys, boundaries = shared_inputs(own, before, device, dtype)
     assert_written_out(qkv, boundaries, own, keys, window, tolerance)
-
-
-def test_the_varlen_call_of_shared_keys(monkeypatch):
-    """No CPU can run the kernel, but on the meta device its operator knows shapes: what it is given on CUDA."""
-    calls = []
-
-    def spy(*args, **kwargs):
-        calls.append((args, kwargs))
-        return varlen_attn(*args, **kwargs)
-
-    monkeypatch.setattr("sfm_dpo.model.attention.varlen_attn", spy)
-    monkeypatch.setattr("sfm_dpo.model.attention._takes_varlen", lambda *_: True)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # unknown for the meta device
-    qkv, _, boundaries = shared_inputs([12, 4, 9, 1], [0, 0, 7, 0], "meta", torch.bfloat16)
-    output, _ = packed_attention_forward(SimpleNamespace(is_causal=True), *qkv, None, sliding_window=8, **boundaries)
-    grads = torch.autograd.grad(output.sum(), qkv)
-    (query, key, value, cu_seqlens, cu_keys, *longest), options = calls[0]
-    assert output.shape == (1, 26, 4, 64) and [g.shape for g in grads] == [x.shape for x in qkv]
-    assert query.is_contiguous(), "as FA3's and FA4's outputs are, to which the operator gives the query's strides"
-    assert query.shape == (26, 4, 64) and key.shape == value.shape == (33, 2, 64) and longest == [16, 16]
-    assert len(cu_seqlens) == len(cu_keys) == 5 and cu_keys.dtype == torch.int32
-    assert options["window_size"] == (7, 0) and options["enable_gqa"]
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,14 @@
 """torch_compile: the same results, no graph for each batch, the same names in a checkpoint."""
 
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._inductor import compile_fx
-from torch._inductor.debug import DebugContext
-from torch._inductor.graph import GraphLowering
-from torch._inductor.scheduler import ExternKernelSchedulerNode
-from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import add_fused_lm_head
 
-from bench.count import ByteCounter
-from sfm_dpo.model.attention import PACKED, _sdpa_by_sequence, boundary_arguments
-from sfm_dpo.model.loading import blocks, compile_layers
+from sfm_dpo.model.attention import _sdpa_by_sequence
+from sfm_dpo.model.loading import compile_layers
 from sfm_dpo.model.packing import enable_padding_free
 from tests.model.test_packing import make_pairs
 from tests.tiny_models import tiny_model
@@ -167,66 +157,3 @@ def test_on_cuda_in_bfloat16(architecture, checkpointing):
         assert torch.nn.functional.cosine_similarity(got[1].float(), expected[1].float(), dim=0) > 0.99
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * KINDS_OF_LAYER[architecture]
     assert torch._dynamo.utils.counters["graph_break"] == {}
-
-
-COMPILED_BYTES = []
-
-
-@torch._dynamo.register_backend
-def counting_bytes(graph, example_inputs):
-    """Inductor up to its fused kernels, whose bytes it counts, without code for them; the graph runs eagerly."""
-    return compile_fx.compile_fx(graph, example_inputs, inner_compile=_count_fused_bytes)
-
-
-def _count_fused_bytes(graph, example_inputs, **kwargs):
-    fake_mode = torch._dynamo.utils.detect_fake_mode(example_inputs)
-    with V.set_fake_mode(fake_mode), V.set_debug_handler(DebugContext()):
-        compile_fx._recursive_post_grad_passes(graph, False)
-        compile_fx.record_original_output_strides(graph)
-        lowering = GraphLowering(graph, example_inputs=example_inputs, shape_env=fake_mode.shape_env)
-        with V.set_graph_handler(lowering):
-            lowering.run(*example_inputs)
-            lowering._update_scheduler()
-            kernels = [node for node in lowering.scheduler.nodes if not isinstance(node, ExternKernelSchedulerNode)]
-            COMPILED_BYTES.append(sum(kernel.get_read_write_buffers_sizes() for kernel in kernels))
-    return make_boxed_func(graph.forward)
-
-
-def layer_bytes(shape: str, backend: str | None) -> list[float]:
-    """Of a layer in bf16 at its full width: what eager operators move in forward and backward, or, with a backend,
-    what Inductor's kernels do in each, in units of tokens x hidden size x 2 bytes."""
-    tokens = 8192
-    config = AutoConfig.from_pretrained(f"bench/shapes/{shape}", vocab_size=16, pad_token_id=None)
-    kinds = getattr(config, "layer_types", None) or []
-    config.num_hidden_layers = 1
-    config.layer_types = kinds[-1:] or None
-    COMPILED_BYTES.clear()
-    with FakeTensorMode(allow_non_fake_inputs=True):  # no memory, no arithmetic
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED, dtype=torch.bfloat16).train()
-        if backend:
-            compile_layers(model, backend, None)
-        hidden = torch.empty(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        rope = model.base_model.rotary_emb(hidden, ids, *kinds[-1:])
-        boundaries = boundary_arguments(torch.empty(9, dtype=torch.int32), 2048)
-        forward = ByteCounter()
-        backward = ByteCounter()
-        with contextlib.nullcontext() if backend else forward:  # torch.compile is off inside of such a mode
-            output = blocks(model)[0](hidden, position_ids=ids, position_embeddings=rope, **boundaries)
-        with contextlib.nullcontext() if backend else backward:
-            output.backward(torch.empty_like(output))
-    counted = COMPILED_BYTES if backend else [forward.total, backward.total]
-    return [count / (tokens * config.hidden_size * 2) for count in counted]
-
-
-@pytest.mark.parametrize(
-    ("shape", "eager", "compiled"),
-    [("gpt_neox_6.9b", (29, 70), (25, 40)), ("olmo3_7b", (136, 321), (30, 55))],
-)
-def test_bytes_that_a_layer_moves_beside_products_and_attention(shape, eager, compiled, monkeypatch, graphs):
-    """The ratios of docs/memory-and-speed.md. The CPU's fusions: Inductor has none for a GPU where there is no GPU."""
-    monkeypatch.setattr("sfm_dpo.model.attention._takes_varlen", lambda *_: True)
-    found = layer_bytes(shape, None), layer_bytes(shape, "counting_bytes")
-    print(f"{shape}: forward, backward {found[0]}; compiled {found[1]}")
-    assert found[0] == pytest.approx(eager, rel=0.03)
-    assert found[1] == pytest.approx(compiled, rel=0.1)

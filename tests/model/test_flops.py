@@ -13,7 +13,7 @@ from sfm_dpo.model.flops import ForwardFlops, count_experts
 from sfm_dpo.model.loading import meta_model
 from sfm_dpo.model.packing import find_shared, why_not_packed, why_not_shared
 from sfm_dpo.train import metrics as metrics_module
-from sfm_dpo.train.metrics import CountingCollator, Meter, MetricSums, peak_memory_gib
+from sfm_dpo.train.metrics import CountingCollator, Meter, MetricSums
 from tests.tiny_models import tiny_model
 
 
@@ -119,17 +119,6 @@ def test_a_shared_prompt_counts_once_as_in_the_packed_forward():
     ids = torch.tensor([[5, 6, 7, 1, 1, 2], [5, 6, 7, 4, 4, 3]])  # also at the beginning of a response
     completion = (torch.arange(6) == 5).long().expand(2, 6)
     assert collator(True, True, prefix_sharing=True).count(ids, torch.ones_like(ids), completion)["computed"] == 12 - 3
-
-
-def test_peak_memory_on_a_gpu(monkeypatch):
-    gpu = {"is_available": True, "get_device_name": "unknown", "max_memory_allocated": 2**30}
-    for name, value in gpu.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    resets = []
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(1))
-    metrics = Meter().metrics({"tokens": 1, "computed": 1, "grid": 1, "pairs": 1}, world_size=1)
-    assert peak_memory_gib() == 1.0
-    assert "perf/mfu" not in metrics and resets
 
 
 def test_the_peak_is_that_of_the_fullest_rank(monkeypatch):

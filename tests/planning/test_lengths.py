@@ -1,20 +1,16 @@
 """The length analysis: every count against a plain slow reference, published percentiles, its rules and warnings."""
 
-import re
 import shutil
 import statistics
 
 import numpy as np
 import pytest
-import yaml
 from transformers import AutoTokenizer
 
 from bench.lengths import sample_lengths
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.preferences import load_pairs
-from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer, tokenize_pairs
-from sfm_dpo.planning import dataset
+from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.planning.dataset import analyze_dataset
 from sfm_dpo.planning.length_advice import CANDIDATES, PERCENTILES, STEPS, analyze_lengths, list_lengths
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
@@ -157,56 +153,6 @@ def test_tool_results_are_left_out_as_in_training(analyze, tiny_folder, tmp_path
         assert row["response_tokens"] == count_trained(train, row["max_length"]).sum()
 
 
-TURNS = {"single-turn": [], "multi-turn": [user("Hi"), assistant("Hello"), user("Why? "), assistant("Because.")]}
-
-
-@pytest.mark.parametrize("lead", TURNS.values(), ids=TURNS)
-@pytest.mark.parametrize("longest_prompt", [40, 900])
-def test_what_the_printed_values_cut_together(lead, longest_prompt, analyze, tiny_folder):
-    """Counted again with the printed values, from the token ids of the chat template alone."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for i in range(200):
-        size = longest_prompt if i < 5 else int(rng.integers(1, 40))
-        prompt = [*lead, user(f"{i} " + "p" * size)]
-        sides = {name: "a" * int(rng.integers(60, 150)) + name for name in ("chosen", "rejected")}
-        rows.append({name: [*prompt, assistant(text)] for name, text in sides.items()})
-    printed = dataset.format_analysis(analyze(rows, min_coverage=0.95))
-    values = yaml.safe_load(printed[printed.index("\nmax_length:") :])
-    slow = slow_tokens(rows, AutoTokenizer.from_pretrained(tiny_folder("llama")))
-    row = slow_row(slow, **values)
-    assert row["dropped"] == 0
-    is_full = max(len(prompt) for prompt, _, _ in slow) >= values["max_length"]
-    assert is_full == (longest_prompt == 900) == (values["max_prompt_length"] is not None)
-    assert is_full != ("No max_prompt_length is needed" in printed)
-    [found] = re.findall(r"[Ii]t cuts (\d+) of 200 pairs, and ([\d.]+)% of the response tokens are kept", printed)
-    assert int(found[0]) == 200 - round(row["untruncated"] * 200)
-    assert float(found[1]) == pytest.approx(100 * row["tokens_kept"], abs=0.05)
-
-
-@pytest.mark.parametrize(("kind", "min_coverage", "min_tokens_kept"), [("instruct", 0.5, 0.9), ("chat", 0.95, 0.9)])
-def test_the_recommendation_follows_its_rule(kind, min_coverage, min_tokens_kept):
-    lengths = lengths_of(kind, 1500)
-    sizes = zip(lengths.prompt, lengths.chosen, lengths.rejected, strict=True)
-    pairs = [([0] * prompt, [1] * chosen, [2] * rejected) for prompt, chosen, rejected in sizes]
-    result = analyze_sample(lengths, min_coverage=min_coverage, min_tokens_kept=min_tokens_kept)
-    steps = [step for step in STEPS if step < lengths.total.max() + 1024]
-    rows = {step: slow_row(pairs, step, slow_prompt_length(pairs, step)) for step in steps}
-    suffices = {s: r["untruncated"] >= min_coverage and r["tokens_kept"] >= min_tokens_kept for s, r in rows.items()}
-    shortest = min(step for step in steps if suffices[step])
-    most = 1.1 * rows[shortest]["tokens"]
-    affordable = [step for step in steps if shortest <= step and rows[step]["tokens"] <= most]
-    nearly_all = [step for step in affordable if rows[step]["untruncated"] >= 0.999]
-    expected = nearly_all[0] if nearly_all else max(affordable, key=lambda step: rows[step]["untruncated"])
-    best = result["recommendation"]
-    assert best["max_length"] == expected > shortest
-    assert best["reason"].startswith(f"{shortest:,} is the shortest that")
-    assert {step: rows[step]["tokens"] for step in (shortest, expected)} == {
-        row["max_length"]: row["tokens"] for row in result["candidates"] if row["max_length"] in (shortest, expected)
-    }
-    assert all(row["flops"] == 4 * row["tokens"] for row in result["candidates"])  # three to train, the reference's
-
-
 def sample(rare: int, count: int = 8, pairs: int = 200, prompt: int = 100) -> Lengths:
     """Pairs with prompts of 100 and answers of 300 tokens; in `count` of them the answers have `rare`, and the prompts
     `prompt` tokens."""
@@ -268,30 +214,3 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         assert sum(words in finding for finding in findings) == 1, (words, findings)
     with pytest.raises(UserError, match=r"no train pair is left of 1 rows \(1 x empty response"):
         analyze([pair(0, chosen="")])
-
-
-def test_how_the_sides_differ(analyze):
-    rows = [pair(i, chosen="{0} and {0}", rejected="{}") for i in range(40)]
-    result = analyze(rows)
-    [row] = result["sides"]
-    assert row["source"].endswith("pairs.jsonl") and row["pairs"] == 40
-    tokens = row["sides"]["tokens"]
-    assert tokens["chosen_more"] == 1 and tokens["difference"] > 0
-    title = "How chosen and rejected answers differ"
-    [_, cells] = dataset.build_tables(result)[title]
-    assert cells[1:] == ["40", f"{tokens['chosen']:,.0f} / {tokens['rejected']:,.0f}"]
-    printed = dataset.format_analysis(result)
-    assert title in printed and cells[2] in printed
-
-
-def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeypatch):
-    path = write_rows("pairs.jsonl", [pair(i) for i in range(60)])
-    config = config_of(path, tiny_folder("llama"), "--eval_fraction", 0.1)
-    analyze_dataset(config, 0.9, 0.9)
-    pairs = load_pairs(config)
-    tokenizer = load_tokenizer(config)
-
-    monkeypatch.setattr(tokenizer, "apply_chat_template", None)  # what is tokenized again fails
-    for split in pairs.splits.values():
-        tokens, _ = tokenize_pairs(split, tokenizer, 256, 25)
-        assert len(tokens) == len(split) and max(tokens["prompt_length"]) == 25

@@ -130,16 +130,6 @@ def test_rotation_leaves_the_newest_three_that_wait_for_eval_command(tmp_path, c
     assert caplog.text.count(" is deleted without a result of eval_command: 3 newer ones wait") == 1
 
 
-def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_path, monkeypatch):
-    for step in (1, 2, 3):
-        write_checkpoint(tmp_path, step)
-    monkeypatch.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        rotate(tmp_path, 2)
-    assert why_incomplete(tmp_path / "checkpoint-1") == "was not fully written"
-    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
-
-
 def test_a_checkpoint_that_cannot_be_deleted_is_deleted_after_a_later_save(tmp_path, monkeypatch, caplog):
     for step in (1, 2):
         write_checkpoint(tmp_path, step)

@@ -60,14 +60,13 @@ def test_variant_that_does_not_fit_is_named():
 
 
 @pytest.mark.grid
-@pytest.mark.timeout(400)
 def test_quick_run(tmp_path):
     variants = ["stock", "batch_rebalance", "as_shipped_in_stock_memory"]
     command = [sys.executable, throughput.ROOT / "bench/throughput.py", "--quick", "--out", tmp_path]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     picture = tmp_path / "loss.png"
     command += ["--plot", picture, "--variants", *variants]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=390)
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     (path,) = tmp_path.glob("*.json")
     assert picture.stat().st_size > 10_000

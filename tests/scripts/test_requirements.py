@@ -26,11 +26,6 @@ def read_pins(name: str) -> dict[str, str]:
     return pins
 
 
-def test_lm_eval_is_not_installed_for_training():
-    assert version("lm_eval") == read_pins("requirements-eval.txt")["lm-eval"]
-    assert "lm-eval" not in read_pins("requirements.txt")
-
-
 def find_imports(paths: list[Path]) -> set[str]:
     """Top-level modules of other packages that the files import."""
     modules = set()

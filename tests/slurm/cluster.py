@@ -75,7 +75,7 @@ class Cluster:
 
     def run(self, *command: str, cwd: Path | None = None, **env: str) -> str:
         """Runs a Slurm client; returns its stdout. Raises with its stderr if it fails."""
-        done = subprocess.run(command, cwd=cwd, env=self.env | env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=cwd, env=self.env | env, capture_output=True, text=True)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
@@ -109,11 +109,11 @@ def local_cluster() -> Iterator[Cluster]:
         files = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "log", "seed")]
         user = ["--reuid=munge", "--regid=munge", "--clear-groups"]
         _daemon(stack, cluster, ["munged", "--foreground", f"--socket={munge}/socket", *files], user)
-        wait_for((munge / "socket").exists, 20)
+        wait_for((munge / "socket").exists, 200)
         _daemon(stack, cluster, ["slurmctld", "-D", "-c"])
         for node in NODES:
             _daemon(stack, cluster, ["slurmd", "-D", "-N", node])
-        wait_for(lambda: _idle_nodes(cluster) == len(NODES), 60)
+        wait_for(lambda: _idle_nodes(cluster) == len(NODES), 600)
         yield cluster
 
 

@@ -22,7 +22,7 @@ def train(cluster: Cluster, folder: Path, *options: str, env: dict[str, str] | N
 
 def end_of(cluster, folder: Path, job: str, state="COMPLETED", code="0:0", restarts=0, name="dpo-train") -> str:
     """Waits for a job that must end so; returns its log."""
-    record = cluster.wait(job, 300)
+    record = cluster.wait(job, 1800)
     log = log_of(folder, record["JobId"], name)
     assert (record["JobState"], record["ExitCode"], record["Restarts"]) == (state, code, str(restarts)), log[-3000:]
     return log

@@ -66,12 +66,12 @@ def test_documented(cluster, project, line, monkeypatch):
     if line.startswith("LAUNCH=cpu") and "scripts/dpo_train.sh" in line:
         env = CPU | {"NUM_PROCESSES": "1"}
         said = cluster.run("bash", "-c", line.replace("sbatch", "sbatch --parsable"), cwd=project, **env)
-        assert cluster.wait(said, 240)["JobState"] == "COMPLETED", log_of(project, said)[-3000:]
+        assert cluster.wait(said, 1800)["JobState"] == "COMPLETED", log_of(project, said)[-3000:]
         assert "ended: state done, exit code 0, step 2, outputs/dry-run" in log_of(project, said)
         return
     if "prepare.sh prefetch.py" in line:
         said = cluster.run("bash", "-c", line.replace("sbatch", "sbatch --parsable"), cwd=project, **CPU)
-        assert cluster.wait(said, 120)["JobState"] == "COMPLETED", log_of(project, said, "prepare")[-3000:]
+        assert cluster.wait(said, 1800)["JobState"] == "COMPLETED", log_of(project, said, "prepare")[-3000:]
         assert "pairs to train on" in log_of(project, said, "prepare")
         return
     cluster.run("bash", "-c", line.replace("sbatch", "sbatch --test-only"), cwd=project)
@@ -132,7 +132,7 @@ def test_checkpoints_are_evaluated_by_jobs_of_their_own_once_through_a_requeue(c
     fields = {"output_dir": "outputs/evaluated", "max_steps": 30, "save_steps": 15, "global_batch_size": 16}
     fields["eval_command"] = "sbatch --hold my_eval.sh '{checkpoint}' {step} '{out}'"
     job = train(cluster, project, env={"NUM_PROCESSES": "1"}, **fields)
-    wait_for((run / "evaluations/step-15.log").exists, 240)
+    wait_for((run / "evaluations/step-15.log").exists, 1800)
     (run / "STOP").touch()
     log = end_of(cluster, project, job, restarts=1)
     stopped = int(re.search(r"stopped on request at step (\d+)", log)[1])
@@ -166,7 +166,7 @@ def release(cluster, *jobs: str) -> None:
     """Lets held jobs run, and waits for their ends."""
     for job in jobs:
         cluster.run("scontrol", "release", job)
-    assert [cluster.wait(job, 400)["ExitCode"] for job in jobs] == ["0:0"] * len(jobs)
+    assert [cluster.wait(job, 1800)["ExitCode"] for job in jobs] == ["0:0"] * len(jobs)
 
 
 SITE = """
@@ -237,10 +237,9 @@ def test_submitted_from_another_folder(cluster, project, tmp_path):
 
 
 @pytest.mark.grid
-@pytest.mark.timeout(1500)
 def test_a_dry_run_of_the_checks_on_the_cpu_passes_and_writes_its_table(cluster, project):
     job = cluster.sbatch("scripts/check_gpu.sh", "--config", "recipes/think.yaml", cwd=project, **CPU)
-    record = cluster.wait(job, 1400)
+    record = cluster.wait(job, 3000)
     log = log_of(project, job, "check-gpu")
     assert record["JobState"] == "COMPLETED", log[-6000:]
     folder = project / "outputs/check-gpu"

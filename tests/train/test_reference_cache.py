@@ -6,7 +6,6 @@ import shutil
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +14,8 @@ from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig
 from safetensors.numpy import load_file
 
-from sfm_dpo.common.errors import StopRequested, UserError
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.train import reference_cache
-from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.frozen_model import FrozenModel
 from tests.tiny_models import tiny_model
 from tests.toolbox import as_options
@@ -53,23 +51,6 @@ def test_shards_hold_every_row_once_longest_first_and_batches_respect_the_budget
     assert np.concatenate(parts).tolist() == list(range(300))
     assert all(len(rows) * lengths[rows].max() <= 2 * lengths.max() for rows in parts)
     assert len(parts[0]) == 2 < len(parts[-1])
-
-
-def test_a_rank_that_waits_leaves_the_files_to_rank_0(tmp_path, monkeypatch):
-    asked = []
-
-    class Recorded(reference_cache.ReferenceCache):
-        def path(self, number: int) -> Path:
-            asked.append(number)
-            return super().path(number)
-
-    def report(*args):
-        raise StopRequested("enough")
-
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(StopRequested):
-        Recorded(tmp_path, np.arange(8), 8).compute([0, 1], lambda rows: None, report)
-    assert not asked
 
 
 def compute_slowly(folder: Path, log: Path, lengths: np.ndarray) -> None:
@@ -229,18 +210,6 @@ def test_damaged_shards_are_computed_again_and_stale_ones_caught_at_step_0(tiny_
     trainer = make_trainer(tiny_folder("llama"), tmp_path / "run", "--precompute_ref_log_probs=true")
     with pytest.raises(UserError, match=r"step 0.*are not those of the trained model"):
         trainer.train()
-
-
-def test_the_pass_says_how_long_it_takes(tmp_path, monkeypatch, capsys):
-    clock = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    args = SimpleNamespace(output_dir=str(tmp_path))
-    trainer = SimpleNamespace(progress=Progress(), args=args)
-    report = reference_cache.report_progress(trainer, "train", None, 0)
-    clock[0] += 60
-    report(10, 40, "")
-    lines = [printed.partition(" ")[2] for printed in capsys.readouterr().out.splitlines()]
-    assert lines == ["reference, train: 25% of 40 tokens, ETA 0:03:00"]
 
 
 def test_a_pair_without_a_finite_reference_is_named(tiny_folder, cache, tmp_path, monkeypatch):

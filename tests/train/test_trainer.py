@@ -1,7 +1,6 @@
 """One step: the loss and its metrics against plain logits. Other losses: tests/e2e/test_oracle.py."""
 
 import math
-import re
 import shutil
 
 import pytest
@@ -14,15 +13,13 @@ from transformers import AutoModelForCausalLM, Llama4ForCausalLM, Llama4TextConf
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.model.packing import find_shared
-from sfm_dpo.run.facts import Settings
 from sfm_dpo.train.metrics import MetricSums, loss_scale, share_above, step_0_tolerance
 from sfm_dpo.train.reference_cache import add_reference
-from sfm_dpo.train.trainer import SFMDPOTrainer, arguments_for_trl
+from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.e2e.test_oracle import measure
 from tests.tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.toolbox import PLAIN, as_options
@@ -254,18 +251,3 @@ def test_tied_weights_are_saved_once_and_no_pickle_of_the_arguments(tmp_path):
     assert (tmp_path / "run/model.safetensors").stat().st_mode == (tmp_path / "run/config.json").stat().st_mode
     written = (tmp_path / "run/tokenizer_config.json").read_text()
     assert "is_local" not in written and "local_files_only" not in written
-
-
-def test_callbacks_read_no_argument_that_was_changed_for_trl():
-    """Such fields mean something else in the copy that Trainer passes to them: they read the configuration."""
-    options = "--model_name_or_path m --dataset_name d --use_cpu --padding_free true --push_to_hub true"
-    options += " --torch_compile true"
-    options += " --eval_fraction 0.5 --eval_strategy steps --eval_steps 9 --save_strategy steps --save_steps 9"
-    config = parse_config(options.split())
-    asked = vars(config.train)
-    for_trl = vars(arguments_for_trl(config.train, Settings(8, 16, 3, "fa2")))
-    changed = {name for name in asked if asked[name] != for_trl[name]}
-    assert {"push_to_hub", "save_total_limit", "padding_free", "torch_compile"} <= changed
-    for path in PROJECT.glob("sfm_dpo/**/*.py"):
-        for method in re.findall(r"    def on_\w+\(.*?(?=\n    def |\n\n\n|\Z)", path.read_text(), re.DOTALL):
-            assert not changed & set(re.findall(r"(?<![\w.])args\.(\w+)", method)), path

@@ -6,12 +6,9 @@ When one fails, the code below the comment `Upstream: ... Canary: its name` in s
 import inspect
 import json
 import re
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +37,6 @@ from sfm_dpo.common.files import PROJECT
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import on_cpu, write_jsonl
 from tests.train.test_trainer import pairs
-from tests.upstream_script import extract
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
 
@@ -379,16 +375,6 @@ def test_each_comment_names_a_canary_and_each_canary_has_a_comment():
         found.update(named)
     tests = "\n".join(path.read_text() for path in PROJECT.glob("tests/**/*.py"))
     assert found == set(re.findall(r"^def (test_canary_\w+)", tests, re.MULTILINE))
-
-
-@pytest.mark.grid
-def test_canaries_run_as_scripts_without_this_project(tmp_path):
-    """All but those of modules that test this project's answer to the bug at the same time."""
-    for canary in re.findall(r"^def (test_canary_\w+)", Path(__file__).read_text(), re.MULTILINE):
-        (tmp_path / f"{canary}.py").write_text(extract(canary))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tmp_path.glob("*.py")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout
 
 
 def test_deprecated_names_in_use_are_on_the_page(tiny_folder, tmp_path):
