@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import PreflightRefused
@@ -20,7 +20,6 @@ from sfm_dpo.config.checks import main_loss
 from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import HISTORY, describe_ignored
-from sfm_dpo.data.rendering import compare_sides, tabulate_sides
 from sfm_dpo.health.preflight_rules import Figure, compute_pair_figures, exact, format_finding, judge_base_model
 from sfm_dpo.run.folder import PREFLIGHT
 
@@ -36,21 +35,6 @@ def inspect_tokens(rows: list[dict], lengths: Lengths, eos: set[int], max_length
                 endless.append(eos.isdisjoint(row[f"{side}_ids"][-4:]))
     cut = float((lengths.truncate(max_length).responses < lengths.responses).mean())
     return {"no_eos": exact(float(np.mean(endless)) if endless else 0.0), "cut": exact(cut)}
-
-
-def count_wrong_rope_layers(config: PretrainedConfig) -> int:
-    """Kinds of layer of an OLMo 3 that have the wrong RoPE scaling; 0 for other models.
-
-    Full attention is YaRN-scaled if the context is longer than the 8,192 tokens of pretraining; sliding attention is
-    never scaled. Flat `rope_parameters` lose the scaling, and nothing else shows it.
-    """
-    if config.model_type != "olmo3":
-        return 0
-    parameters = config.rope_parameters or {}
-    sliding = parameters.get("sliding_attention") or {}
-    full = parameters.get("full_attention") or {}
-    is_lost = config.max_position_embeddings > 8192 and full.get("rope_type") != "yarn"
-    return is_lost + (sliding.get("rope_type", "default") != "default")
 
 
 def compute_base_logps(trainer, policy, rows: np.ndarray) -> np.ndarray:
@@ -78,13 +62,12 @@ def score_pairs(trainer, policy, sample: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def inspect_model(trainer, rows: list[dict]) -> dict[str, Figure]:
-    """The figures about the tokens of the training set (`rows`: a sample of it) and the model's configuration."""
+    """The figures about the tokens of the training set (`rows`: a sample of it)."""
     dataset = trainer.train_dataset
     model = trainer.accelerator.unwrap_model(trainer.model)
     of_model = model.generation_config.eos_token_id if model.can_generate() else None
     eos = {trainer.processing_class.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
     figures = inspect_tokens(rows, Lengths.of(dataset), eos, trainer.args.max_length)
-    figures["rope_layers"] = exact(count_wrong_rope_layers(model.config.get_text_config()))
     unseen = [any(not kind.endswith(HISTORY) for kind in kinds.split()) for kinds in dataset["ignored"][:]]
     figures["ignored"] = exact(float(np.mean(unseen)))
     figures["control_tokens"] = exact(float(np.mean(dataset["control_tokens"][:])))
@@ -113,15 +96,10 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
             finding["what"] = "; ".join(describe_ignored(dataset).values())
     reasons = [format_finding(finding) for finding in findings]
 
-    sources = np.array(dataset["source"][:], dtype=object)[judged]
-    by_source = compare_sides(sources, {"tokens": responses, "base margin": logps / responses})
-
     means = tabulate_means(figures, f"{len(judged):,} of {len(dataset):,}", show_boundary(rows[0], tokenizer))
-    columns = [*zip(*tabulate_sides(by_source), strict=True)]
     lines = [f"preflight: {verdict}", format_table(means), *(f"  {reason}" for reason in reasons)]
-    lines.append(format_table(columns))
-    result = {"verdict": verdict, "reasons": reasons, "pairs": len(judged), "figures": figures, "sides": by_source}
-    result |= {"findings": findings, "text": "\n".join(lines), "table": [*means, *columns]}
+    result = {"verdict": verdict, "reasons": reasons, "pairs": len(judged), "figures": figures}
+    result |= {"findings": findings, "text": "\n".join(lines), "table": means}
     return broadcast(result)
 
 

@@ -30,7 +30,6 @@ _SFT = "train on the chosen answers first (SFT), or use a base model that can wr
 _MEANS = "loss_type sigmoid_norm with beta 5, which compares means; or SFT on the chosen answers first"
 _EOS = "check the chat template and eos_token of the tokenizer"
 _UNSEEN = "change the rows, the chat template or max_prompt_length"
-_ROPE = "give config.json rope_parameters by layer type: yarn for full_attention, default for sliding_attention"
 RULES = (
     PreflightRule("token_gap", "below", -1.0, -2.5, "mean log-prob per token, chosen minus rejected", _SFT),
     PreflightRule("chosen_logp", "below", -3.0, -4.5, "mean log-prob per token of chosen answers", _SFT),
@@ -42,7 +41,6 @@ RULES = (
     PreflightRule("cut", "above", 0.25, None, "share of responses cut by max_length", "raise max_length"),
     PreflightRule("ignored", "above", 0.01, None, "share of pairs with parts that training does not see", _UNSEEN),
     PreflightRule("control_tokens", "above", 0.001, None, "share with special tokens", "filter, unless rendered"),
-    PreflightRule("rope_layers", "above", None, 0.0, "kinds of layer with the wrong RoPE scaling", _ROPE),
 )
 
 

@@ -147,8 +147,6 @@ def test_tool_results_are_left_out_as_in_training(analyze, tiny_folder, tmp_path
     ]
     result = analyze(rows, min_coverage=0, min_tokens_kept=0)
     assert result["length_bias"]["chosen_longer"] == 0
-    [source] = result["sides"]
-    assert source["sides"]["tokens"]["chosen"] < source["sides"]["tokens"]["rejected"]
     for row in [row for row in result["candidates"] if row["dropped"]] or pytest.fail("nothing is dropped"):
         options = ("--max_length", row["max_length"], "--max_dropped_fraction", 1)
         config = config_of(tmp_path / "pairs.jsonl", tiny_folder("llama"), *options)
@@ -268,20 +266,6 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         assert sum(words in finding for finding in findings) == 1, (words, findings)
     with pytest.raises(UserError, match=r"no train pair is left of 1 rows \(1 x empty response"):
         analyze([pair(0, chosen="")])
-
-
-def test_how_the_sides_differ(analyze):
-    rows = [pair(i, chosen="{0} and {0}", rejected="{}") for i in range(40)]
-    result = analyze(rows)
-    [row] = result["sides"]
-    assert row["source"].endswith("pairs.jsonl") and row["pairs"] == 40
-    tokens = row["sides"]["tokens"]
-    assert tokens["chosen_more"] == 1 and tokens["difference"] > 0
-    title = "How chosen and rejected answers differ"
-    [_, cells] = dataset.build_tables(result)[title]
-    assert cells[1:] == ["40", f"{tokens['chosen']:,.0f} / {tokens['rejected']:,.0f}"]
-    printed = dataset.format_analysis(result)
-    assert title in printed and cells[2] in printed
 
 
 def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeypatch):

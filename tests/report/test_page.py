@@ -91,7 +91,7 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
     assert all(map(math.isnan, wilson(math.nan, 4)))
     assert wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)  # Newcombe 1998, table I, method 3
     assert f"{after['eval_rewards/accuracies']:.2f} ({low:.2f} to {high:.2f})" in page.text
-    assert "0.50, all ties" in page.text and "gap, per token +" in page.text and "base margin" in page.text
+    assert "0.50, all ties" in page.text and "gap, per token +" in page.text
     assert "learning_rate" in page.text and "train_dpo" not in page.text.split("Configuration")[0]
     changed = {key for key, *_ in changed_fields(read_run(run)["config"])}
     assert {"learning_rate", "max_length"} <= changed and not changed & {"beta", "loss_type", "warmup_steps", "bf16"}
