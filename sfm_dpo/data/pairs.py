@@ -18,7 +18,7 @@ PARTS = ("prompt", "chosen", "rejected")
 DROP_REASONS = {
     "malformed": "malformed: no text, messages (role, content) or tool calls",
     "refused": "cannot be rendered by the chat template",
-    "prefill": "prompt ends in an assistant turn that the chat template cannot continue",
+    "prefill": "prompt ends in an assistant turn",
     "no_prompt": "no prompt: answers of plain text need one in the column prompt",
     "last_turn_not_assistant": "last turn is not the assistant's",
     "prompts_differ": "chosen and rejected have different prompts",

@@ -19,7 +19,7 @@ from trl.data_utils import common_prefix_length
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.pairs import HISTORY, PARTS
-from sfm_dpo.data.preferences import CALL_KEYS, TOOL_ROLES, read_calls
+from sfm_dpo.data.preferences import TOOL_ROLES, read_calls
 
 # What a template raises that refuses the roles, their order or the tools of a conversation
 REFUSALS = (TemplateError, TypeError, ValueError, RecursionError)
@@ -60,28 +60,15 @@ def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> lis
         for part in PARTS:
             pair[part] = [_name_calls(message, str(tokenizer.chat_template)) for message in pair[part]]
         prompt, chosen, rejected = (pair[part] for part in PARTS)
-        is_prefill = prompt[-1]["role"] == "assistant" and "assistant" in (chosen[0]["role"], rejected[0]["role"])
-        opening = {"continue_final_message": True} if is_prefill else {"add_generation_prompt": True}
+        if prompt[-1]["role"] == "assistant" and "assistant" in (chosen[0]["role"], rejected[0]["role"]):
+            return "prefill"
         render = make_renderer(pair, tokenizer)
-        texts = [render(prompt, **opening), *(render(join_turns(prompt, side)) for side in (chosen, rejected))]
+        return [render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)]
     except TemplateSyntaxError as error:
         where = f"model_name_or_path {tokenizer.name_or_path}: its chat template, line {error.lineno}"
         raise UserError(f"{where}: {error}") from error
     except REFUSALS as error:
         return f"refused: {' '.join(str(error).split())[:200]}"
-    has_calls = any(prompt[-1].get(key) for key in CALL_KEYS)
-    if is_prefill and (has_calls or not all(text.startswith(texts[0]) for text in texts)):
-        return "prefill"
-    return texts
-
-
-def join_turns(prompt: list[dict[str, Any]], response: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Both as one conversation; an assistant turn at the end of the prompt is continued by one of the response."""
-    last = prompt[-1]
-    first = response[0]
-    if not last["role"] == first["role"] == "assistant":
-        return prompt + response
-    return [*prompt[:-1], last | first | {"content": last["content"] + first["content"]}, *response[1:]]
 
 
 def _name_calls(message: dict[str, Any], template: str) -> dict[str, Any]:
@@ -154,7 +141,7 @@ def find_tool_results(
         text = texts[1 + side]
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         token_begins = [begin for begin, _ in offsets]
-        messages = join_turns(pair["prompt"], pair[part])
+        messages = pair["prompt"] + pair[part]
         end = 0
         for is_result, turns in itertools.groupby(messages, key=lambda message: message["role"] in TOOL_ROLES):
             begin = end

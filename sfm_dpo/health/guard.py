@@ -46,11 +46,7 @@ class Guard(TrainerCallback, ExportableState):
         if loss_type not in LENGTH_NORMALIZED_LOSSES:
             chosen_tokens = float(count_trained(self.trainer.train_dataset, args.max_length)[:, 0].mean())
         is_sigmoid = len(args.loss_type) == 1 and loss_type in SIGMOID_LOSSES
-        warmup_steps = args.get_warmup_steps(state.max_steps)
-        other_reference = bool(args.ref_model_name_or_path)
-        self.context = GuardContext(
-            is_sigmoid, args.beta, chosen_tokens, state.max_steps, warmup_steps, other_reference
-        )
+        self.context = GuardContext(is_sigmoid, args.beta, chosen_tokens, bool(args.ref_model_name_or_path))
         self._write_health(args)
 
     def on_log(self, args, state, control, logs=None, **kwargs):

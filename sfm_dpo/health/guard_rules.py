@@ -8,7 +8,6 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from sfm_dpo.common.statistics import mean_interval
 from sfm_dpo.run.checkpoint import COLLAPSE_STEPS
 
 SIGMOID_LOSSES = {"sigmoid", "sigmoid_norm"}  # they start at ln 2, and 0 is their minimum
@@ -24,8 +23,6 @@ class GuardContext(NamedTuple):
     sigmoid: bool
     beta: float
     chosen_tokens: float  # mean of the chosen responses; 1 for a length-normalised loss
-    max_steps: int
-    warmup_steps: int
     other_reference: bool = False  # neither do rewards start at 0 nor the loss at ln 2
 
 
@@ -127,31 +124,14 @@ def _check_divergence(log: Log, run: GuardContext) -> Evidence | None:
     return _find_streak(log, 5, figures, itemgetter("loss"), limit, begins=limit / 2)
 
 
-def _check_standstill(log: Log, run: GuardContext) -> Evidence | None:
-    after = [e for e in log if e["step"] > run.warmup_steps and "rewards/margins" in e]
-    needed = max(100, 0.2 * run.max_steps)
-    if len(after) < 20 or log[-1]["step"] - run.warmup_steps < needed:
-        return None
-    margins = [e["rewards/margins"] for e in after]
-    half = len(margins) // 2
-    early, _, early_high = mean_interval(margins[:half])
-    late, low, high = mean_interval(margins[half:])
-    noise = math.hypot(early_high - early, high - late)
-    if high >= 0.02 or low <= -0.02 or late - early > noise:
-        return None
-    return after[0]["step"], f"margin {late:+.4f} (95% interval {low:+.4f} to {high:+.4f}), and not growing"
-
-
 _LOWER_LR = "lower learning_rate by a factor of 3 to 10"
 _CORRUPT = f"{_LOWER_LR}; look for a pair with an empty or corrupt response near this step"
 _DISPLACED = f"{_LOWER_LR}; add an sft term (loss_type: [sigmoid_norm, sft]); filter nearly identical answers"
 _DIVERGED = f"{_LOWER_LR}; check that chosen and rejected are not swapped in part of the data"
-_STUCK = "raise learning_rate by a factor of 10; check that parameters are trainable and kept in fp32 by the optimizer"
 RULES = (
     GuardRule("non_finite", True, _check_finite, _CORRUPT),
     GuardRule("collapse", True, _check_collapse, f"{_LOWER_LR}, or lower beta; for a loss on sums: use sigmoid_norm"),
     GuardRule("displacement", True, _check_displacement, _DISPLACED),
     GuardRule("divergence", True, _check_divergence, _DIVERGED),
-    GuardRule("standstill", True, _check_standstill, _STUCK),
     GuardRule("skipped_update", False, _check_skipped, _CORRUPT),
 )

@@ -73,8 +73,6 @@ def draw_curves(facts: dict[str, Any], folder: Path, panels: Collection[str] | N
             if name == "grad_norm" and limit:
                 axes.axhline(limit, color=INK, linewidth=0.8, linestyle=":", label="clipped above")
                 title += f", {np.mean(_read_series(log, name)[1] > limit):.0%} of steps clipped"
-            for start in facts["environment"].get("starts", [])[1:]:
-                axes.axvline(start["step"], color=INK, linewidth=0.5)
             if name.startswith("perf_"):  # otherwise the rounding of a constant would fill the axis
                 axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
             axes.set(title=title, xlabel="optimizer step", ylabel=unit)

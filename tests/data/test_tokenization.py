@@ -393,34 +393,11 @@ def test_sides_that_differ_in_what_is_not_printed_have_a_reason_of_their_own():
 
 # Prompts that end in an assistant turn
 PREFILL = {"prompt": [user("q"), assistant("It is ")], "chosen": [assistant("Rome ")], "rejected": [assistant("no")]}
-GEMMA = "<start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\nIt is"
 
 
-@pytest.mark.parametrize(
-    ("template", "change", "expected"),
-    [
-        (CHAT_TEMPLATE, {}, (f"{IM_START}user\nq{IM_END}\n{IM_START}assistant\nIt is ", f"Rome {IM_END}\n")),
-        (trl_template("gemma"), {}, (GEMMA, " Rome<end_of_turn>\n")),
-        (CHAT_TEMPLATE, {"prompt": [user("q"), CALLING]}, "prefill"),
-        (R1, {"chosen": [assistant("<think>so</think>Rome")]}, "prefill"),
-        (R1, {"prompt": [user("q"), assistant("<think>so</think>It")]}, "refused"),
-    ],
-)
-def test_a_prompt_that_ends_in_an_assistant_turn_is_continued(write_rows, template, change, expected):
-    pairs = read_pairs(write_rows("pairs.jsonl", [PREFILL | change])).train
-    tokenizer = tokenizer_with(template)
-    tokens, dropped = tokenize_pairs(pairs, tokenizer)
-    if isinstance(expected, str):
-        assert [row["reason"] for row in dropped] == [expected]
-    else:
-        prompt, chosen = (tokenizer.decode(tokens[0][f"{part}_ids"]) for part in ("prompt", "chosen"))
-        assert prompt.endswith(expected[0]) and chosen.startswith(expected[1])
-
-
-def test_the_turn_that_continues_a_prompt_may_call_a_tool():
-    [row] = tokenize_pairs(tool_pair(CALLS, [assistant("no")], assistant("Let me ")), tokenizer_with())[0]
-    first = row["masked"][0][1]
-    assert tiny_tokenizer().decode(row["chosen_ids"][:first]) == f"{CALLS[0]['content']}{IM_END}\n"
+def test_a_prompt_that_ends_in_an_assistant_turn_has_a_reason_of_its_own(write_rows):
+    pairs = read_pairs(write_rows("pairs.jsonl", [PREFILL])).train
+    assert [row["reason"] for row in tokenize_pairs(pairs, tokenizer_with())[1]] == ["prefill"]
 
 
 @pytest.mark.parametrize("adds", ["bos", "eos", "both", "neither"])
@@ -451,7 +428,7 @@ def test_the_date_of_a_template_is_that_of_the_runs_first_start(write_rows, tiny
     rows = [{k: v for k, v in conversation(i).items() if k != "source"} for i in range(4)]
     argv = (write_rows("pairs.jsonl", rows), tiny_folder("llama"))
     today = load_token_pairs(config_of(*argv), tokenizer_with(DATED))
-    assert today.template_date == today.as_dict()["template_date"] == date.today().isoformat()
+    assert today.template_date == date.today().isoformat()
     resumed = load_token_pairs(config_of(*argv), tokenizer_with(DATED), "2026-03-01")
     assert tokenizer_with().decode(resumed.train[0]["prompt_ids"]).startswith("01 Mar 2026<|im_start|>")
     pinned = load_token_pairs(config_of(*argv, "--template_date", "2026-03-01"), tokenizer_with(DATED))

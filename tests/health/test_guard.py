@@ -25,7 +25,7 @@ SLOW_RUN = [
     *((30, 0.105, 2.203), (35, 0.004, 5.434), (38, 0.001, 6.984), (49, 0.0, 8.638), (52, 0.0, 9.022)),
 ]
 EVERY_TENTH_STEP = [(10, 0.69, 0.0), (20, 0.66, 0.1), (30, 0.55, 0.4), (40, 0.004, 5.9)]  # as such a run might log
-RUN = GuardContext(sigmoid=True, beta=0.1, chosen_tokens=200.0, max_steps=60, warmup_steps=6)
+RUN = GuardContext(sigmoid=True, beta=0.1, chosen_tokens=200.0)
 NORM = RUN._replace(beta=5.0, chosen_tokens=1.0)
 
 
@@ -71,14 +71,6 @@ def test_recorded_collapses_are_stopped_before_margin_6(rows, beta, by_step, beg
     assert next(entry for entry in log if entry["step"] == finding.step)["rewards/margins"] < 6
 
 
-def test_recorded_standstill_is_named():
-    # Of this run only its length is known (lr 5e-6, beta 0.3, 600 steps) and that nothing moved
-    rng = random.Random(0)
-    log = entries([(i, 0.6931 + rng.gauss(0, 0.002), rng.gauss(0, 0.004)) for i in range(1, 601)])
-    (finding,) = replay(log, RUN._replace(beta=0.3, max_steps=600, warmup_steps=60)).values()
-    assert (finding.signal, finding.began, finding.step) == ("standstill", 61, 180)
-
-
 @pytest.mark.parametrize(
     ("steps", "end_loss"),
     [*itertools.product([12, 60, 300, 1172], [0.6, 0.5, 0.35]), (2000, 0.66)],  # the last stays near ln 2 for long
@@ -86,7 +78,7 @@ def test_recorded_standstill_is_named():
 def test_healthy_runs_pass_without_an_alarm(steps, end_loss):
     for seed in range(3 if steps < 2000 else 1):
         log = healthy(steps, end_loss, seed=seed)
-        assert not replay(log, NORM._replace(max_steps=steps, warmup_steps=math.ceil(0.1 * steps)))
+        assert not replay(log, NORM)
 
 
 def test_a_margin_made_of_likelier_chosen_answers_is_no_collapse():
