@@ -70,7 +70,6 @@ def inspect_model(trainer, rows: list[dict]) -> dict[str, Figure]:
     figures = inspect_tokens(rows, Lengths.of(dataset), eos, trainer.args.max_length)
     unseen = [any(not kind.endswith(HISTORY) for kind in kinds.split()) for kinds in dataset["ignored"][:]]
     figures["ignored"] = exact(float(np.mean(unseen)))
-    figures["control_tokens"] = exact(float(np.mean(dataset["control_tokens"][:])))
     return figures
 
 

@@ -40,7 +40,6 @@ RULES = (
     PreflightRule("no_eos", "above", 0.05, None, "share of untruncated responses that do not end with EOS", _EOS),
     PreflightRule("cut", "above", 0.25, None, "share of responses cut by max_length", "raise max_length"),
     PreflightRule("ignored", "above", 0.01, None, "share of pairs with parts that training does not see", _UNSEEN),
-    PreflightRule("control_tokens", "above", 0.001, None, "share with special tokens", "filter, unless rendered"),
 )
 
 

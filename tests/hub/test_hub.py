@@ -59,7 +59,7 @@ def test_what_was_pushed_loads_from_there_and_a_second_push_changes_nothing(hub,
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(run).chat_template
     assert hub.repos["lab/model"].private
     expected = """README.md chat_template.jinja config.json generation_config.json model.safetensors tokenizer.json
-        tokenizer_config.json figures/accuracy.png figures/logps.png figures/loss.png figures/margin.png"""
+        tokenizer_config.json figures/accuracy.png figures/loss.png figures/margin.png figures/rewards.png"""
     assert set(files(hub)) == set(expected.split())  # no optimizer, no training_args.bin, no status
     everything = b"".join(data for name, data in files(hub).items() if name != WEIGHTS)
     assert str(run.parent).encode() not in everything and TOKEN.encode() not in everything
@@ -207,7 +207,7 @@ def test_a_pushed_adapter_names_its_base_on_the_hub_and_no_path(hub, run, tmp_pa
     copy = tmp_path / "hub-cache/models--lab--base/snapshots/0123abcd"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoint-*"))
     adapter.peft_config["default"].base_model_name_or_path = str(copy)
-    for name in (WEIGHTS, "config.json"):
+    for name in (WEIGHTS, "config.json", COMPLETE):
         (run / name).unlink()
     adapter.save_pretrained(run)
     edit(run / RESOLVED_CONFIG, model_name_or_path=str(tmp_path))
