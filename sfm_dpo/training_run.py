@@ -270,6 +270,6 @@ def report(run: Path, with_summary: bool = True) -> bool:
             log.info(f"result\n{format_summary(run)}")
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        log.info(f"report not written; write it later with python -m sfm_dpo.report.page {run}: {reason}")
+        log.info(f"report not written: {reason}")
         return False
     return True

@@ -18,7 +18,7 @@ PARTS = ("prompt", "chosen", "rejected")
 DROP_REASONS = {
     "malformed": "malformed: no text, messages (role, content) or tool calls",
     "refused": "cannot be rendered by the chat template",
-    "prefill": "prompt ends in an assistant turn that the chat template cannot continue",
+    "prefill": "prompt ends in an assistant turn",
     "no_prompt": "no prompt: answers of plain text need one in the column prompt",
     "last_turn_not_assistant": "last turn is not the assistant's",
     "prompts_differ": "chosen and rejected have different prompts",
@@ -118,13 +118,8 @@ class TokenPairs(Pairs):
         rows.append(("pairs to train on", f"{len(self.train):,}"))
         if control_tokens := self.control_tokens:
             rows.append(("of these, with special tokens in their texts", f"{control_tokens:,}"))
-        if tool_results := sum(map(bool, self.train["masked"][:])):
-            rows.append(("of these, with tool results, which are not trained", f"{tool_results:,}"))
         rows += [("caution", text) for text in describe_ignored(self.train).values()]
         rows += [(f"pairs held out: {name}", f"{len(tokens):,}") for name, tokens in self.held_out().items()]
-        if HELD_OUT in self.splits:
-            prompts = self.texts.splits[HELD_OUT].unique("prompt_key")
-            rows.append((f"prompts held out: {HELD_OUT}", f"{len(prompts):,}"))
         return format_table(rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -134,7 +129,6 @@ class TokenPairs(Pairs):
             "rows": self.rows,
             "dropped": dict(self.dropped),
             "train": counts.pop("train"),
-            "control_tokens": self.control_tokens,
             "eval": counts.pop(HELD_OUT, 0),
             "eval_sets": counts,
         }

@@ -5,15 +5,13 @@ import itertools
 import json
 import re
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
@@ -21,7 +19,7 @@ from trl.data_utils import common_prefix_length
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.pairs import HISTORY, PARTS
-from sfm_dpo.data.preferences import CALL_KEYS, TOOL_ROLES, read_calls
+from sfm_dpo.data.preferences import TOOL_ROLES, read_calls
 
 # What a template raises that refuses the roles, their order or the tools of a conversation
 REFUSALS = (TemplateError, TypeError, ValueError, RecursionError)
@@ -62,28 +60,15 @@ def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> lis
         for part in PARTS:
             pair[part] = [_name_calls(message, str(tokenizer.chat_template)) for message in pair[part]]
         prompt, chosen, rejected = (pair[part] for part in PARTS)
-        is_prefill = prompt[-1]["role"] == "assistant" and "assistant" in (chosen[0]["role"], rejected[0]["role"])
-        opening = {"continue_final_message": True} if is_prefill else {"add_generation_prompt": True}
+        if prompt[-1]["role"] == "assistant" and "assistant" in (chosen[0]["role"], rejected[0]["role"]):
+            return "prefill"
         render = make_renderer(pair, tokenizer)
-        texts = [render(prompt, **opening), *(render(join_turns(prompt, side)) for side in (chosen, rejected))]
+        return [render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)]
     except TemplateSyntaxError as error:
         where = f"model_name_or_path {tokenizer.name_or_path}: its chat template, line {error.lineno}"
         raise UserError(f"{where}: {error}") from error
     except REFUSALS as error:
         return f"refused: {' '.join(str(error).split())[:200]}"
-    has_calls = any(prompt[-1].get(key) for key in CALL_KEYS)
-    if is_prefill and (has_calls or not all(text.startswith(texts[0]) for text in texts)):
-        return "prefill"
-    return texts
-
-
-def join_turns(prompt: list[dict[str, Any]], response: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Both as one conversation; an assistant turn at the end of the prompt is continued by one of the response."""
-    last = prompt[-1]
-    first = response[0]
-    if not last["role"] == first["role"] == "assistant":
-        return prompt + response
-    return [*prompt[:-1], last | first | {"content": last["content"] + first["content"]}, *response[1:]]
 
 
 def _name_calls(message: dict[str, Any], template: str) -> dict[str, Any]:
@@ -156,7 +141,7 @@ def find_tool_results(
         text = texts[1 + side]
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         token_begins = [begin for begin, _ in offsets]
-        messages = join_turns(pair["prompt"], pair[part])
+        messages = pair["prompt"] + pair[part]
         end = 0
         for is_result, turns in itertools.groupby(messages, key=lambda message: message["role"] in TOOL_ROLES):
             begin = end
@@ -172,34 +157,3 @@ def find_tool_results(
                 span = (len(call) + is_last_end, common_prefix_length(header, text))
                 spans.append([side, *(max(0, bisect_left(token_begins, at) - prompt_length) for at in span)])
     return spans
-
-
-CELLS = {
-    "tokens": "{chosen:,.0f} / {rejected:,.0f}",
-    "base margin": "{difference:+.3f}, above 0 in {chosen_more:.0%}",
-}
-
-
-def compare_sides(sources: np.ndarray, measures: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    """For each of the 20 largest of the `sources` [N] its `pairs` and, of each measure (a key of CELLS; values of
-    chosen and rejected [N, 2]), the means of both sides, their difference, and the share of pairs in which chosen has
-    more."""
-    rows = []
-    for source, pairs in Counter(sources.tolist()).most_common(20):
-        sides = {}
-        for name, values in measures.items():
-            mine = values[sources == source].astype(float)
-            gap = mine[:, 0] - mine[:, 1]
-            means = {"chosen": mine[:, 0].mean(), "rejected": mine[:, 1].mean(), "difference": gap.mean()}
-            sides[name] = means | {"chosen_more": (gap > 0).mean()}
-        rows.append({"source": source, "pairs": pairs, "sides": sides})
-    return rows
-
-
-def tabulate_sides(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Rows of cells; the first row holds the headings."""
-    table = [["source (chosen / rejected)", "pairs", *rows[0]["sides"]]]
-    for row in rows:
-        cells = [CELLS[name].format(**values) for name, values in row["sides"].items()]
-        table.append([row["source"], f"{row['pairs']:,}", *cells])
-    return table

@@ -1,8 +1,8 @@
 """Tokenization: preference pairs to prompt_ids, chosen_ids and rejected_ids, batched, parallel and cached on disk.
 
 The ids are those of TRL's own preparation (`DPOTrainer._prepare_dataset`), which tokenises one row at a time and
-whose cache key covers every training argument. Two differ: a prompt that ends in an assistant turn is continued by the
-response, where TRL begins another turn; and plain text gets one BOS and one EOS, where TRL repeats those in the text.
+whose cache key covers every training argument. Two differ: a prompt that ends in an assistant turn is dropped, where
+TRL begins another turn; and plain text gets one BOS and one EOS, where TRL repeats those in the text.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from sfm_dpo.model.loading import load_model_config
 
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
 # span or a drop reason.
-TOKENS_VERSION = 11
+TOKENS_VERSION = 12
 # Rows per tokenizer call: it needs about 300 bytes per token besides the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 _TOKENS = Features(

@@ -1,7 +1,6 @@
 """Evaluation of a trained model and its base by benchmarks of lm-eval."""
 
 import importlib
-import importlib.util
 import logging
 import math
 import os
@@ -14,7 +13,7 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.common.statistics import mean_interval
 from sfm_dpo.model.attention import disable_cudnn_attention
-from sfm_dpo.model.loading import find_base, read_adapter
+from sfm_dpo.model.loading import read_adapter
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_evaluation, write_report
 from sfm_dpo.run.folder import EVALUATION, EVALUATIONS
@@ -39,8 +38,6 @@ def evaluate_run(path: Path, tasks: list[str], out: Path | None, **options: Any)
         raise UserError(f"{model.folder}: cannot be written, so the results would be lost; evaluate a copy of it")
     rows: list[dict[str, Any]] = []
     if tasks:
-        if options["backend"] == "vllm" and not importlib.util.find_spec("vllm"):
-            raise UserError("--backend vllm: not installed; docs/evaluation.md says how, or leave the option out")
         options |= {"tasks": tasks, "task_manager": load_tasks(tasks)}
         rows = evaluate_benchmarks(model, options, with_base=not (out and model.step))
     if out:
@@ -77,16 +74,14 @@ def load_tasks(names: list[str]) -> Any:
 def evaluate_benchmarks(model: SavedModel, options: dict[str, Any], with_base: bool) -> list[dict[str, Any]]:
     """Rows of `compare_results` for the model and its base model (or itself), with the settings used."""
     folder = str(model.folder)
-    adapter = "lora_local_path" if options["backend"] == "vllm" else "peft"
-    name, revision = find_base(model.base, model.base_revision)
-    base = {"pretrained": name, "tokenizer": folder}
-    if revision:
-        base["revision"] = revision
-    trained = base | {adapter: folder} if model.is_adapter else {"pretrained": folder, "tokenizer": folder}
-    if of_base := read_adapter(model.base):
-        if model.is_adapter or of_base["base_model_name_or_path"] != name:
-            raise UserError(f"{folder}: lm-eval takes one LoRA adapter; merge {model.base} (docs/hub.md)")
-        base[adapter] = model.base
+    if read_adapter(model.base):
+        raise UserError(f"{folder}: its base model is a LoRA adapter, which lm-eval cannot load; merge {model.base}")
+    base = {"pretrained": model.base, "tokenizer": folder}
+    if model.base_revision:
+        base["revision"] = model.base_revision
+    trained = {"pretrained": folder, "tokenizer": folder}
+    if model.is_adapter:
+        trained = base | {"lora_local_path" if options["backend"] == "vllm" else "peft": folder}
     after = run_lm_eval(trained, **options)
     before = run_lm_eval(base, **options) if with_base else after
     facts = {"limit": options["limit"], "chat_template": options["apply_chat_template"], "time": now()}

@@ -20,7 +20,6 @@ from sfm_dpo.config.checks import main_loss
 from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import HISTORY, describe_ignored
-from sfm_dpo.data.rendering import compare_sides, tabulate_sides
 from sfm_dpo.health.preflight_rules import Figure, compute_pair_figures, exact, format_finding, judge_base_model
 from sfm_dpo.run.folder import PREFLIGHT
 
@@ -84,10 +83,10 @@ def inspect_model(trainer, rows: list[dict]) -> dict[str, Figure]:
     of_model = model.generation_config.eos_token_id if model.can_generate() else None
     eos = {trainer.processing_class.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
     figures = inspect_tokens(rows, Lengths.of(dataset), eos, trainer.args.max_length)
-    figures["rope_layers"] = exact(count_wrong_rope_layers(model.config.get_text_config()))
     unseen = [any(not kind.endswith(HISTORY) for kind in kinds.split()) for kinds in dataset["ignored"][:]]
-    figures["ignored"] = exact(float(np.mean(unseen)))
+    figures["rope_layers"] = exact(count_wrong_rope_layers(model.config.get_text_config()))
     figures["control_tokens"] = exact(float(np.mean(dataset["control_tokens"][:])))
+    figures["ignored"] = exact(float(np.mean(unseen)))
     return figures
 
 
@@ -113,15 +112,10 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
             finding["what"] = "; ".join(describe_ignored(dataset).values())
     reasons = [format_finding(finding) for finding in findings]
 
-    sources = np.array(dataset["source"][:], dtype=object)[judged]
-    by_source = compare_sides(sources, {"tokens": responses, "base margin": logps / responses})
-
     means = tabulate_means(figures, f"{len(judged):,} of {len(dataset):,}", show_boundary(rows[0], tokenizer))
-    columns = [*zip(*tabulate_sides(by_source), strict=True)]
     lines = [f"preflight: {verdict}", format_table(means), *(f"  {reason}" for reason in reasons)]
-    lines.append(format_table(columns))
-    result = {"verdict": verdict, "reasons": reasons, "pairs": len(judged), "figures": figures, "sides": by_source}
-    result |= {"findings": findings, "text": "\n".join(lines), "table": [*means, *columns]}
+    result = {"verdict": verdict, "reasons": reasons, "pairs": len(judged), "figures": figures}
+    result |= {"findings": findings, "text": "\n".join(lines), "table": means}
     return broadcast(result)
 
 

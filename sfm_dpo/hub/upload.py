@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,13 @@ from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.checkpoint import PUSHING
-from sfm_dpo.run.folder import PUSHED, State, read_status, write_end
+from sfm_dpo.run.folder import CARD, PUSHED, State, read_status, write_end
 from sfm_dpo.run.lock import Lease, describe_owner, is_held, read_owner
 from sfm_dpo.run.saved_model import SavedModel, check_loads, check_on_hub
 
 log = logging.getLogger(__name__)
 
 TRANSIENT = {408, 409, 412, 425, 429, 500, 502, 503, 504}
-VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json", "model.safetensors.index.json"}
 STALE = ["*.safetensors", "*.safetensors.index.json", "figures/*"]  # removed if a new push does not contain them
 
 
@@ -120,15 +119,10 @@ def choose_branch(model: SavedModel, revision: str | None) -> str:
     return revision.replace("{step}", str(model.step))
 
 
-def check_paths(staged: Path, known: Collection[str]) -> None:
-    """Raises UserError if a text file, except the vocabulary, contains one of the `known` absolute paths, or
-    a JSON value that is an absolute path."""
-    known = [re.escape(path) for path in known if path.startswith("/") and path.count("/") > 1]
-    any_path = re.compile("|".join([r'(?<=")/[\w.-]+/[\w./-]+(?=")', *known]))
-    for file in staged.iterdir():
-        if file.suffix not in (".json", ".jinja", ".md") or file.name in VOCABULARIES:
-            continue
-        if found := any_path.search(file.read_text()):
+def check_paths(staged: Path) -> None:
+    """Raises UserError if the card or a configuration contains a quoted absolute path."""
+    for file in [*staged.glob("*config.json"), staged / CARD]:
+        if found := re.search(r'(?<=")/[\w.-]+/[\w./-]+(?=")', file.read_text()):
             raise UserError(f"{file.name}: contains a path of this machine, {found[0]}; remove it, and push again")
 
 
@@ -202,7 +196,7 @@ def push(model: SavedModel, repo: str, revision: str | None, private: bool | Non
             staged = Path(folder)
             model.stage(staged)
             write_model_card(model.run, folder=staged, repo=repo, revision=branch, step=model.step)
-            check_paths(staged, {str(Path.home()), str(model.run.resolve()), *map(str, model.config.values())})
+            check_paths(staged)
             address = upload_folder(staged, repo, branch, f"DPO, {model.name}")
     finally:
         lease.release()

@@ -75,10 +75,10 @@ def load_model_config(config: Config) -> PretrainedConfig:
     return model_config
 
 
-def has_balancing_loss(config: Config, model_config: PretrainedConfig) -> bool:
-    """Whether TRL adds the loss that balances the experts of a mixture; it depends on the pairs of a micro-batch."""
+def has_balancing_loss(given: float | None, model_config: PretrainedConfig) -> bool:
+    """Whether TRL adds the loss that balances the experts of a mixture; it depends on the pairs of a micro-batch.
+    `given`: router_aux_loss_coef."""
     text = model_config.get_text_config()
-    given = config.train.router_aux_loss_coef
     coefficient = getattr(text, "router_aux_loss_coef", 0.0) if given is None else given
     return hasattr(text, "output_router_logits") and coefficient != 0.0
 
@@ -130,6 +130,8 @@ def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_
         if model.generation_config:
             check_generation(model.generation_config)
         correct_config(model, f"{field} {name}")
+    if extra := sorted(report["unexpected_keys"]):
+        log.warning(f"{field} {name}: {type(model).__name__} has no {extra[0]} (and {len(extra) - 1} more): not saved")
     absent = [f"{key} is missing" for key in sorted(report["missing_keys"])]
     absent += [f"{key[0]} has another shape" for key in sorted(report["mismatched_keys"])]
     if absent:
@@ -137,8 +139,6 @@ def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_
             f"{field} {name}: its weights do not match config.json: {absent[0]} "
             f"(and {len(absent) - 1} more); take config.json and weights from the same place"
         )
-    if extra := sorted(report["unexpected_keys"]):
-        log.warning(f"{field} {name}: {type(model).__name__} has no {extra[0]} (and {len(extra) - 1} more): not saved")
     return model
 
 

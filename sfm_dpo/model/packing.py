@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import Config
 from sfm_dpo.model.attention import PACKED, boundary_arguments
-from sfm_dpo.model.loading import ATTENTION, blocks, load_model_config, meta_model
+from sfm_dpo.model.loading import ATTENTION, blocks, has_balancing_loss, load_model_config, meta_model
 
 log = logging.getLogger(__name__)
 
@@ -178,10 +178,8 @@ def why_not_shared(model: PreTrainedModel, packed: bool, router_aux_loss_coef: f
     for layer_type in getattr(config, "layer_types", None) or ():
         if layer_type not in ATTENTION:
             return f"'{layer_type}' layers of model_type '{config.model_type}' carry state along the sequence"
-    if router_aux_loss_coef is None:  # as in TRL
-        router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0)
-    if router_aux_loss_coef and hasattr(config, "output_router_logits"):
-        return f"router_aux_loss_coef {router_aux_loss_coef:g}: that loss counts the tokens of both prompts"
+    if has_balancing_loss(router_aux_loss_coef, config):
+        return "router_aux_loss_coef: that loss counts the tokens of both prompts"
     return None
 
 

@@ -92,10 +92,7 @@ def fit_buckets(zero: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
 
 def zero_config(launch: str) -> dict[str, Any]:
     """`zero_optimization` in the DeepSpeed file of one of LAUNCHES; empty for FSDP2."""
-    file = PROJECT / launch_file(launch)
-    if not file.is_file():  # installed without -e
-        raise UserError(f"{file}: does not exist; work in a checkout, or install it with pip install -e .")
-    deepspeed = yaml.safe_load(file.read_text()).get("deepspeed_config")
+    deepspeed = yaml.safe_load((PROJECT / launch_file(launch)).read_text()).get("deepspeed_config")
     if deepspeed is None:
         return {}
     return json.loads((PROJECT / deepspeed["deepspeed_config_file"]).read_text())["zero_optimization"]

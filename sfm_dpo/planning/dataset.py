@@ -18,7 +18,6 @@ from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import HISTORY, TokenPairs, describe_ignored
 from sfm_dpo.data.preferences import load_pairs
-from sfm_dpo.data.rendering import compare_sides, tabulate_sides
 from sfm_dpo.data.tokenization import choose_date, load_tokenizer, tokenize_splits
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config, meta_model
@@ -58,9 +57,7 @@ def analyze_dataset(
         "control_tokens": int(np.sum(tokens["control_tokens"][:])),
     }
     lengths = Lengths.of(tokens)
-    sources = np.array(tokens["source"][:], dtype=object)
     count = functools.lru_cache(maxsize=2)(functools.partial(count_trained, tokens))
-    result["sides"] = compare_sides(sources, {"tokens": count(None, None)})
     model_config = load_model_config(config)
     result |= analyze_lengths(
         lengths,
@@ -149,7 +146,6 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     return {
         "Tokens": percentiles,
         "What each max_length keeps and costs": candidates,
-        "How chosen and rejected answers differ": tabulate_sides(result["sides"]),
     }
 
 

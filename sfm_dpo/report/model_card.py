@@ -3,7 +3,6 @@
 import contextlib
 import re
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCardData, RepoCard, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
@@ -20,7 +19,7 @@ from sfm_dpo.run.folder import CARD, EVALUATION, read_file
 from sfm_dpo.run.reader import judge_learning, list_held_out, read_run
 from sfm_dpo.run.saved_model import find_on_hub
 
-_CURVES = ("loss", "accuracy", "margin", "logps")
+_CURVES = ("loss", "accuracy", "margin", "rewards")
 # By `launch` in data.json
 LAUNCHERS = {"ZeRO-2": launch_file("zero2"), "ZeRO-3": launch_file("zero3"), "FSDP2": launch_file("fsdp2")}
 # Prefixes of fields about this run's machine and project, which do not matter to somebody who reproduces it.
@@ -60,12 +59,10 @@ def write_model_card(
     on_hub = find_on_hub(path, None)
     base = on_hub[0] if on_hub else path
     datasets = facts["data"]["sources"]
-    of_base = _read_metadata(path, "model")
     metadata = ModelCardData(
         base_model=base if _is_repo(base) else None,
         datasets=[name for name in datasets if _is_repo(name)] or None,
-        license=of_base.get("license"),
-        language=of_base.get("language"),
+        license=_read_license(path),
         library_name="peft" if (folder / ADAPTER_CONFIG_NAME).is_file() else "transformers",
         pipeline_tag="text-generation",
         tags=["trl", "dpo", "sfm-post-training"],
@@ -77,7 +74,6 @@ def write_model_card(
         name=Path(repo).name if step is None else f"{Path(repo).name}, step {step}",
         step=step,
         base=_format_link(base),
-        licenses={_format_link(name): _read_metadata(name, "dataset").get("license") for name in datasets},
         reference=_format_link(config.get("ref_model_name_or_path") or ""),
         datasets=[_format_link(name, "datasets/") for name in datasets],
         verdicts=judge_learning(facts) if list_held_out(facts) else [],  # a margin of training pairs proves nothing
@@ -95,12 +91,12 @@ def hide_paths(text: str) -> str:
     return _PATH.sub(lambda found: f"path/to/{Path(found[0]).name}", text)
 
 
-def _read_metadata(name: str, kind: str) -> dict[str, Any]:
-    """The metadata of a README in a folder, or in the Hub's cache; empty if there is none."""
+def _read_license(name: str) -> str | None:
+    """The license in the README of a model in a folder, or in the Hub's cache; None if there is none."""
     with contextlib.suppress(Exception):  # whatever is in that file
-        file = Path(name) / CARD if Path(name).is_dir() else try_to_load_from_cache(name, CARD, repo_type=kind)
-        return RepoCard.load(Path(str(file))).data.to_dict()
-    return {}
+        file = Path(name) / CARD if Path(name).is_dir() else try_to_load_from_cache(name, CARD)
+        return RepoCard.load(Path(str(file))).data.to_dict().get("license")
+    return None
 
 
 def _is_repo(name: str) -> bool:

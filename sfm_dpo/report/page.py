@@ -1,22 +1,17 @@
 """The report of a run: report.html, figures/*.png and the closing lines, made only from the files in its folder.
 
-    python -m sfm_dpo.report.page outputs/dpo
-
 It works for a run in any state, even before its first step.
 """
 
 import dataclasses
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-import sfm_dpo
-from sfm_dpo.common.cli import Arguments, command, reads_runs
 from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config.fields import DATACLASSES
@@ -205,18 +200,3 @@ def changed_fields(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     }
     changed = [key for key, value in config.items() if value != defaults.get(key) and key not in _DERIVED]
     return [(key, config[key], defaults.get(key)) for key in changed]
-
-
-@command
-@reads_runs
-def main(argv: list[str]) -> None:
-    parser = Arguments(prog="python -m sfm_dpo.report.page", description="Writes RUN/report.html.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, for instance outputs/dpo")
-    run = parser.parse_args(argv).run
-    write_report(run)
-    print(format_summary(run))
-
-
-if __name__ == "__main__":
-    sfm_dpo.setup()
-    sys.exit(main(sys.argv[1:]))

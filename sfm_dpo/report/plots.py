@@ -8,12 +8,12 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sfm_dpo.config.checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.run.reader import to_float
 
 matplotlib.use("Agg")
@@ -26,10 +26,10 @@ PANELS = {
     "loss": ("Loss", {"loss": "training"}, "nats"),
     "margin": ("Reward margin", {"rewards/margins": "training"}, "reward, chosen - rejected"),
     "accuracy": ("Reward accuracy", {"rewards/accuracies": "training"}, "share of pairs"),
-    "logps": (
-        "Log-probability relative to the reference",
+    "rewards": (
+        "Rewards",
         {f"rewards/{name}": name for name in ("chosen", "rejected", "average")},
-        "",
+        "beta x log-probability relative to the reference",
     ),
     "entropy": ("Entropy", {"entropy": "training"}, "nats per token"),
     "grad_norm": ("Gradient norm", {"grad_norm": "training"}, "L2 norm, before clipping"),
@@ -48,20 +48,14 @@ def draw_curves(facts: dict[str, Any], folder: Path, panels: Collection[str] | N
     `panels` is all of PANELS.
     """
     log = facts["log"]
-    config = facts["config"]
     chosen = {name: PANELS[name] for name in panels or PANELS}
     svgs = []
     with matplotlib.rc_context(STYLE):
         for name, (title, metrics, unit) in chosen.items():
             figure = Figure(figsize=(4.4, 2.9), layout="constrained")
             axes = figure.add_subplot()
-            scale = 1
-            if name == "logps":  # rewards are beta times that
-                scale = config.get("beta", 1)
-                is_mean = main_loss(config.get("loss_type") or [""]) in LENGTH_NORMALIZED_LOSSES
-                unit = "nats per token" if is_mean else "nats, sum of an answer"
             for color, (metric, label) in zip(COLORS, metrics.items(), strict=False):
-                _draw_training(axes, log, metric, label, color, scale)
+                _draw_training(axes, log, metric, label, color)
             if len(metrics) == 1:
                 _draw_held_out(axes, log, *metrics)
             if not axes.lines:
@@ -69,12 +63,10 @@ def draw_curves(facts: dict[str, Any], folder: Path, panels: Collection[str] | N
             for start in facts["environment"].get("starts", [])[1:]:
                 if start["step"]:
                     axes.axvline(start["step"], color=INK, linewidth=0.5, alpha=0.5)
-            limit = config.get("max_grad_norm")
+            limit = facts["config"].get("max_grad_norm")
             if name == "grad_norm" and limit:
                 axes.axhline(limit, color=INK, linewidth=0.8, linestyle=":", label="clipped above")
                 title += f", {np.mean(_read_series(log, name)[1] > limit):.0%} of steps clipped"
-            for start in facts["environment"].get("starts", [])[1:]:
-                axes.axvline(start["step"], color=INK, linewidth=0.5)
             if name.startswith("perf_"):  # otherwise the rounding of a constant would fill the axis
                 axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
             axes.set(title=title, xlabel="optimizer step", ylabel=unit)
@@ -87,10 +79,9 @@ def draw_curves(facts: dict[str, Any], folder: Path, panels: Collection[str] | N
     return svgs
 
 
-def _draw_training(axes: Axes, log: list[dict[str, Any]], metric: str, label: str, color: str, scale: float) -> None:
-    """Draws the logged values over `scale` as a line; if there are many, a running mean over a faint line."""
+def _draw_training(axes: Axes, log: list[dict[str, Any]], metric: str, label: str, color: str) -> None:
+    """Draws the logged values as a line; if there are many, a running mean over a faint line."""
     steps, values = _read_series(log, metric)
-    values = values / scale
     if not np.isfinite(values).any():
         return
     if len(values) >= SMOOTH_FROM and metric != "learning_rate":
@@ -121,10 +112,8 @@ def _read_series(log: list[dict[str, Any]], metric: str) -> tuple[list[int], np.
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Centred mean of the finite values within `window` (odd) points; a gap stays a gap."""
-    finite = np.isfinite(values)
-    sums = np.convolve(np.where(finite, values, 0.0), np.ones(window), mode="same")
-    counts = np.convolve(finite.astype(float), np.ones(window), mode="same")
-    return np.where(finite, sums / np.maximum(counts, 1), np.nan)
+    means = pd.Series(values).rolling(window, center=True, min_periods=1).mean()
+    return np.where(np.isfinite(values), means, np.nan)
 
 
 def to_svg(figure: Figure, name: str) -> str:

@@ -583,7 +583,7 @@ def state_facts(config: Config, tokens: Dataset) -> RunFacts:
         train_tokens=hash_tokens(tokens),
         order=[sampler.fingerprint(epoch) for epoch in range(sampler.epochs)],
         order_version=ORDER_VERSION,
-        is_balanced=has_balancing_loss(config, model_config),
+        is_balanced=has_balancing_loss(args.router_aux_loss_coef, model_config),
         settings=settings,
     )
 

@@ -183,7 +183,7 @@ def test_special_tokens_in_texts_are_counted_and_dropped(write_rows, tiny_folder
     tokenizer.add_tokens(["<think>"])
     accepted = load_token_pairs(config_of(*argv), tokenizer)
     assert [row["row"] for row in accepted.train if row["control_tokens"]] == [2, 4, 6, 8, 9]
-    assert accepted.as_dict()["control_tokens"] == 5 and "special tokens in their texts" in accepted.table()
+    assert accepted.control_tokens == 5 and "special tokens in their texts" in accepted.table()
     ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
     assert [accepted.train[1]["prompt_ids"].count(i) for i in ids] == [5, 6]  # one more of each than turns
 
@@ -393,34 +393,11 @@ def test_sides_that_differ_in_what_is_not_printed_have_a_reason_of_their_own():
 
 # Prompts that end in an assistant turn
 PREFILL = {"prompt": [user("q"), assistant("It is ")], "chosen": [assistant("Rome ")], "rejected": [assistant("no")]}
-GEMMA = "<start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\nIt is"
 
 
-@pytest.mark.parametrize(
-    ("template", "change", "expected"),
-    [
-        (CHAT_TEMPLATE, {}, (f"{IM_START}user\nq{IM_END}\n{IM_START}assistant\nIt is ", f"Rome {IM_END}\n")),
-        (trl_template("gemma"), {}, (GEMMA, " Rome<end_of_turn>\n")),
-        (CHAT_TEMPLATE, {"prompt": [user("q"), CALLING]}, "prefill"),
-        (R1, {"chosen": [assistant("<think>so</think>Rome")]}, "prefill"),
-        (R1, {"prompt": [user("q"), assistant("<think>so</think>It")]}, "refused"),
-    ],
-)
-def test_a_prompt_that_ends_in_an_assistant_turn_is_continued(write_rows, template, change, expected):
-    pairs = read_pairs(write_rows("pairs.jsonl", [PREFILL | change])).train
-    tokenizer = tokenizer_with(template)
-    tokens, dropped = tokenize_pairs(pairs, tokenizer)
-    if isinstance(expected, str):
-        assert [row["reason"] for row in dropped] == [expected]
-    else:
-        prompt, chosen = (tokenizer.decode(tokens[0][f"{part}_ids"]) for part in ("prompt", "chosen"))
-        assert prompt.endswith(expected[0]) and chosen.startswith(expected[1])
-
-
-def test_the_turn_that_continues_a_prompt_may_call_a_tool():
-    [row] = tokenize_pairs(tool_pair(CALLS, [assistant("no")], assistant("Let me ")), tokenizer_with())[0]
-    first = row["masked"][0][1]
-    assert tiny_tokenizer().decode(row["chosen_ids"][:first]) == f"{CALLS[0]['content']}{IM_END}\n"
+def test_a_prompt_that_ends_in_an_assistant_turn_has_a_reason_of_its_own(write_rows):
+    pairs = read_pairs(write_rows("pairs.jsonl", [PREFILL])).train
+    assert [row["reason"] for row in tokenize_pairs(pairs, tokenizer_with())[1]] == ["prefill"]
 
 
 @pytest.mark.parametrize("adds", ["bos", "eos", "both", "neither"])

@@ -37,7 +37,7 @@ def test_options_override_the_recipe(write_rows, tiny_folder, tmp_path, environm
     assert analyze_dataset.main([str(word) for word in argv]) == 0
     result = json.loads(file.read_text())
     assert result["dataset"] == [str(data)] and result["recommendation"]["max_length"] == 128  # not the recipe's
-    assert [row["pairs"] for row in result["sides"]] == [40]
+    assert result["pairs"] == 40
     assert not (tmp_path / "run").exists()  # nothing is written but --json
 
 

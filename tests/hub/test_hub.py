@@ -59,7 +59,7 @@ def test_what_was_pushed_loads_from_there_and_a_second_push_changes_nothing(hub,
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(run).chat_template
     assert hub.repos["lab/model"].private
     expected = """README.md chat_template.jinja config.json generation_config.json model.safetensors tokenizer.json
-        tokenizer_config.json figures/accuracy.png figures/logps.png figures/loss.png figures/margin.png"""
+        tokenizer_config.json figures/accuracy.png figures/loss.png figures/margin.png figures/rewards.png"""
     assert set(files(hub)) == set(expected.split())  # no optimizer, no training_args.bin, no status
     everything = b"".join(data for name, data in files(hub).items() if name != WEIGHTS)
     assert str(run.parent).encode() not in everything and TOKEN.encode() not in everything

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import sfm_dpo.report.page
 import train_dpo
 from tests.toolbox import error_line, write_jsonl
 
@@ -92,7 +91,7 @@ def words(text: str, kit: Path, out: Path) -> list[str]:
 
 
 def main_of(command: str) -> Callable[[list[str]], int]:
-    modules = {"train_dpo": train_dpo, "report": sfm_dpo.report.page}
+    modules = {"train_dpo": train_dpo}
     if command not in modules:
         path = ROOT / ("bench" if command == "throughput" else "scripts") / f"{command}.py"
         spec = importlib.util.spec_from_file_location(f"bad_{command}", path)
@@ -141,7 +140,6 @@ CASES = {
         (f"four {TRAIN}", "four: cannot read four"),
         (f"configs/accelerate/cpu.yaml four {TRAIN}", "four: give a launch configuration, the number of processes"),
     ],
-    "report": [("", "required: RUN"), ("{kit}/model", "model: not a run's folder")],
     "analyze_dataset": [
         (f"{DATA} --plot no/lengths.png", "'no/lengths.png' cannot be written"),
         (f"{DATA} --plot {{out}}.xyz", "unknown format; choose one of .png, .svg, .pdf"),
