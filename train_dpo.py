@@ -79,7 +79,7 @@ def main(
             save_final(trainer)
             steps = run.finish(trainer)
         run.close_steps(config, steps, evaluations)
-        pushes.finish()
+        pushes.wait()
     return run.exit_code
 
 

@@ -51,7 +51,7 @@ from sfm_dpo.run.folder import (
 )
 from sfm_dpo.run.lock import Lease, take_folder
 from sfm_dpo.run.saved_model import find_model, list_files
-from sfm_dpo.run.start import Start, begin, list_open
+from sfm_dpo.run.start import Start, choose_start, list_open
 from sfm_dpo.train.callbacks import Progress, explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from sfm_dpo.train.watchdog import Watchdog
@@ -96,7 +96,7 @@ class TrainingRun:
             self.lease = take_folder(make_folder(folder))
 
         on_main_process(lock)
-        start = begin(config)
+        start = choose_start(config)
         if not start.trains:
             on_main_process(lambda: find_model(folder))  # raises UserError if it is damaged
             rest = f"; still to do: {', '.join(start.open)}" if start.open else ""
@@ -149,7 +149,7 @@ class TrainingRun:
         actions = {
             PUSHED: lambda: push_finished(config.train),
             REPORTED: lambda: report(folder),
-            EVALUATED: evaluations.finish,
+            EVALUATED: evaluations.wait,
         }
         if steps:
             still = list(steps)

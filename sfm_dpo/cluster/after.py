@@ -48,7 +48,7 @@ class Decision:
     requeue_line: str = ""  # that the job is requeued, or why it is not
 
 
-def decide(run: Path, status: Status, before: Status, environment: dict[str, Any], job: Job) -> Decision:
+def choose_next(run: Path, status: Status, before: Status, environment: dict[str, Any], job: Job) -> Decision:
     """What follows from status.json now and `before` the launch, from environment.json, and from Slurm's answers."""
     end = describe_end(status, before, job)
     state = State.of(end)
@@ -146,7 +146,7 @@ def main(argv: list[str]) -> int:
     code = BEFORE_LAUNCH.get(argv[1])
     job = describe_job(int(argv[1]) if code is None else code)
     before = read_file(Path("/dev/stdin"))
-    decision = decide(run, read_status(run), before, read_file(run / ENVIRONMENT), job)
+    decision = choose_next(run, read_status(run), before, read_file(run / ENVIRONMENT), job)
     if decision.requeue and not requeue(job.name):
         say("not requeued: Slurm refused; resubmit to resume")
     elif decision.requeue_line:

@@ -43,12 +43,12 @@ class EvalCommand(TrainerCallback):
     on_save = on_log
 
     def on_train_end(self, args: Any = None, state: TrainerState | None = None, *_: Any, **kwargs: Any) -> None:
-        """Lets the newest command submit its job before Slurm ends this one; after the last step `finish` waits."""
+        """Lets the newest command submit its job before Slurm ends this one; after the last step `wait` waits."""
         if self._newest and not (state and state.global_step >= state.max_steps):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._newest.wait(SUBMIT_SECONDS)
 
-    def finish(self) -> bool:
+    def wait(self) -> bool:
         """Starts the evaluation of the final model of a run that is done, and names those without a result so far.
         Returns whether each has one."""
         final_step = read_status(self.run)["step"]

@@ -22,7 +22,7 @@ class PushCheckpoints(TrainerCallback):
 
     As in Trainer, a checkpoint is skipped while an earlier push is running. A push that fails does not affect
     training. A run that stops early terminates its push, a finished one that to the branch of the final model;
-    otherwise `finish` waits for it.
+    otherwise `wait` waits for it.
     """
 
     def __init__(self, args: TrainConfig) -> None:
@@ -47,9 +47,9 @@ class PushCheckpoints(TrainerCallback):
         if self._push and self._push.poll() is None:
             self._push.terminate()
             log.info(f"the push of a checkpoint was terminated; push it later with: {self._command}")
-        self.finish()
+        self.wait()
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Waits for the push, which would end with this job."""
         if self._push:
             self._push.wait()

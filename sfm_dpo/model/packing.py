@@ -31,7 +31,7 @@ def decide_packing(config: Config, model_config: PretrainedConfig) -> tuple[bool
     if args.ref_model_name_or_path:
         models.append(meta_model(load_model_config(config.reference)))
 
-    def decide(name: str, asked: bool | None, obstacles: list[str | None]) -> bool:
+    def choose(name: str, asked: bool | None, obstacles: list[str | None]) -> bool:
         obstacle = next(filter(None, obstacles), None)
         if asked and obstacle:
             raise UserError(f"{name} True: {obstacle}; set {name}: false")
@@ -39,9 +39,9 @@ def decide_packing(config: Config, model_config: PretrainedConfig) -> tuple[bool
             log.info(f"{name} is off: {obstacle}")
         return asked is not False and not obstacle
 
-    packed = decide("padding_free", args.padding_free, [why_not_packed(model) for model in models])
+    packed = choose("padding_free", args.padding_free, [why_not_packed(model) for model in models])
     obstacles = [why_not_shared(model, packed, args.router_aux_loss_coef) for model in models]
-    return packed, decide("prefix_sharing", args.prefix_sharing, obstacles)
+    return packed, choose("prefix_sharing", args.prefix_sharing, obstacles)
 
 
 def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) -> None:

@@ -86,7 +86,7 @@ class Start:
     before: Before = Before()
 
 
-def begin(config: "Config") -> Start:
+def choose_start(config: "Config") -> Start:
     """What this start does, once the checkpoint that it resumes from is verified. All ranks must call it and get the
     same. Raises UserError as `read_start`. A damaged checkpoint loses its marker, so it never counts as complete
     again."""
@@ -116,7 +116,7 @@ def read_start(config: "Config", processes: int, damaged: Mapping[Path, str]) ->
     names = {path.name for path in run.iterdir() if not path.name.startswith(".")}
     logged = (run / LOG).read_text(errors="replace") if LOG in names else ""
     has_trained = bool(list(run.glob("*.safetensors")) or checkpoints(run) or re.search('"step": [1-9]', logged))
-    start = decide(config, names, read_status(run), read_file(run / RESOLVED_CONFIG), has_trained)
+    start = judge_folder(config, names, read_status(run), read_file(run / RESOLVED_CONFIG), has_trained)
     if not start.trains:
         return start
     before = find_before(args, damaged)
@@ -161,7 +161,7 @@ def find_before(args: "TrainConfig", damaged: Mapping[Path, str]) -> Before:
     return Before()
 
 
-def decide(
+def judge_folder(
     config: "Config",
     names: set[str],
     status: dict[str, Any],

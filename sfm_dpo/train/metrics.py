@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import gather
+from accelerate.utils import gather as gather_tensors
 from transformers import TrainerCallback
 
 from sfm_dpo.common.errors import UserError
@@ -156,7 +156,7 @@ class MetricSums:
         sums = self.sums | {name: (number, 0) for name, number in {**work, **peaks}.items()}
         zero = torch.zeros_like(next(iter(self.sums.values()))[0])  # [], fp64, on the device
         pairs = [torch.stack([zero + total, zero + count]) for total, count in sums.values()]
-        ranks = gather(torch.stack(pairs)[None]).tolist()
+        ranks = gather_tensors(torch.stack(pairs)[None]).tolist()
         means = {}
         for number, name in enumerate(sums):
             count = sum(rank[number][1] for rank in ranks)

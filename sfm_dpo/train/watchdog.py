@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 class Watchdog:
     """Ends the process when no rank's progress has changed for `timeout` seconds; 0: never."""
 
-    def __init__(self, run: Path, timeout: float, loading_timeout: float, progress: Progress):
-        self.run = run
+    def __init__(self, folder: Path, timeout: float, loading_timeout: float, progress: Progress):
+        self.folder = folder
         self.timeout = timeout
         self.loading_timeout = max(timeout, loading_timeout)
         self.progress = progress
-        self.heartbeats = run / "heartbeats"
-        self.stacks = run / "stacks"
+        self.heartbeats = folder / "heartbeats"
+        self.stacks = folder / "stacks"
         self.interval = min(max(timeout / 30, 0.2), 30.0)
         self._beats: list[dict[str, Any]] = [{}] * world_size()  # the newest heartbeat of each rank
         self._stopped = threading.Event()
@@ -117,15 +117,15 @@ class Watchdog:
             if world_size() > 1:
                 message += f", the last collectives: torchfrtrace -p {COLLECTIVES} {self.stacks}"
             log.error(message)
-            checkpoint = newest_checkpoint(self.run)
+            checkpoint = newest_checkpoint(self.folder)
             saved = checkpoint and str(checkpoint)
             hang = {"step": self.progress.step, "rank": culprit.get("rank"), "host": culprit.get("host")}
-            write_status(self.run, State.HUNG, HUNG, message, any_rank=True, **hang, checkpoint=saved)
-            environment = read_file(self.run / ENVIRONMENT)
+            write_status(self.folder, State.HUNG, HUNG, message, any_rank=True, **hang, checkpoint=saved)
+            environment = read_file(self.folder / ENVIRONMENT)
             hang |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID")}
             environment.setdefault("hangs", []).append(hang)
-            write_json(self.run / ENVIRONMENT, environment)
-            (self.run / LOCK).unlink(missing_ok=True)  # rank 0, its owner, may be the one that is stuck
+            write_json(self.folder / ENVIRONMENT, environment)
+            (self.folder / LOCK).unlink(missing_ok=True)  # rank 0, its owner, may be the one that is stuck
         with contextlib.suppress(OSError):
             collectives: Any = torch._C._distributed_c10d
             dump = getattr(collectives, "_dump_nccl_trace", collectives._dump_fr_trace)  # the latter: of a CPU build

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sfm_dpo.cluster import after
-from sfm_dpo.cluster.after import Job, decide, describe_job
+from sfm_dpo.cluster.after import Job, choose_next, describe_job
 from sfm_dpo.run.folder import ENVIRONMENT, STATUS, State, write_status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ HANGS = [{"job": "7"}] * 2 + [{"job": "6"}] * 5
 
 
 def end(status, before=None, environment=None, **job):
-    return decide(Path("outputs/r"), status, before or {}, environment or {}, replace(JOB, **job))
+    return choose_next(Path("outputs/r"), status, before or {}, environment or {}, replace(JOB, **job))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from sfm_dpo.model import packing
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.facts import Settings
 from sfm_dpo.run.folder import LOG, describe, read_file, read_resolved_config
-from sfm_dpo.run.start import Before, begin
+from sfm_dpo.run.start import Before, choose_start
 from sfm_dpo.train.callbacks import NEW_RUN, REMEDIES, Progress, explain_out_of_memory
 from sfm_dpo.train.trainer import arguments_for_trl
 from tests.e2e.runs import ROOT, clean_environment, launcher, make_place
@@ -195,10 +195,10 @@ def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_pat
     named = [value for name, value in options.items() if name in here]
     assert bool(named) == (phase != "loading")
     for remedy in named:
-        assert begin(parse_config([*fields, *remedy])).trains, remedy
+        assert choose_start(parse_config([*fields, *remedy])).trains, remedy
     assert "max_length" in elsewhere
     with pytest.raises(UserError, match="holds another run"):
-        begin(parse_config([*fields, "--max_length", "512"]))
+        choose_start(parse_config([*fields, "--max_length", "512"]))
 
 
 def leak_one_key(monkeypatch, rows: int = 1000):

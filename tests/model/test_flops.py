@@ -122,7 +122,7 @@ def test_a_shared_prompt_counts_once_as_in_the_packed_forward():
 
 
 def test_the_peak_is_that_of_the_fullest_rank(monkeypatch):
-    monkeypatch.setattr(metrics_module, "gather", lambda rank_0: torch.cat([rank_0, 3 * rank_0]))
+    monkeypatch.setattr(metrics_module, "gather_tensors", lambda rank_0: torch.cat([rank_0, 3 * rank_0]))
     sums = MetricSums()
     sums._add("m", torch.tensor(2.0), 1)
     assert sums.reduce({"tokens": 5}, {"peak": 7}) == {"m": 2.0, "tokens": 20.0, "peak": 21.0}

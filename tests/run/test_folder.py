@@ -25,7 +25,7 @@ from sfm_dpo.run.folder import (
     read_status,
     write_status,
 )
-from sfm_dpo.run.start import begin
+from sfm_dpo.run.start import choose_start
 from tests.run.test_lock import write_lock
 
 
@@ -39,7 +39,7 @@ def config(output_dir, *cli):
 
 def is_to_be_trained(output_dir, *cli) -> bool:
     make_folder(output_dir)
-    return begin(config(output_dir, *cli)).trains
+    return choose_start(config(output_dir, *cli)).trains
 
 
 def test_a_new_or_empty_folder_or_one_with_an_earlier_mistake_alone_is_free(tmp_path):

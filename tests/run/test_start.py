@@ -10,7 +10,7 @@ from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run.checkpoint import COMPLETE, newest_checkpoint, rotate, step_of, why_incomplete
 from sfm_dpo.run.facts import RunFacts, Settings
 from sfm_dpo.run.folder import describe
-from sfm_dpo.run.start import Before, Start, begin, decide
+from sfm_dpo.run.start import Before, Start, choose_start, judge_folder
 from tests.run.test_checkpoint import names, write_checkpoint
 
 FIELDS = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir"]
@@ -58,9 +58,9 @@ def test_a_start_trains_or_does_the_open_steps_or_refuses(folder, options, expec
     config = parse_config([*FIELDS, "r", *options])
     if isinstance(expected, str) and expected != "trains":
         with pytest.raises(UserError, match=re.escape(expected)):
-            decide(config, **facts)
+            judge_folder(config, **facts)
         return
-    assert decide(config, **facts) == (Start(True) if expected == "trains" else Start(False, expected))
+    assert judge_folder(config, **facts) == (Start(True) if expected == "trains" else Start(False, expected))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def start_from(run: Path, *options) -> Path | None:
     config = parse_config([*FIELDS, str(run), *map(str, options)])
     if not (run / "resolved_config.yaml").exists():
         describe(config)
-    return begin(config).before.checkpoint
+    return choose_start(config).before.checkpoint
 
 
 UNVERIFIED = ["--verify_checkpoints", "false"]
