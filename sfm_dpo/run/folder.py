@@ -1,6 +1,7 @@
 """A run's folder: its files, which a kill, a full disk or a hand may have damaged, and what its state means."""
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -19,17 +20,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from sfm_dpo.common.distributed import is_main_process, world_size
-from sfm_dpo.common.errors import NOT_PUSHED, UserError
+from sfm_dpo.common.errors import NOT_PUSHED, UserError, user_input
 from sfm_dpo.common.files import PROJECT, now, write_atomically, write_json
+from sfm_dpo.common.process import ask
 from sfm_dpo.common.secrets import mask, mask_values
 from sfm_dpo.config.effects import NO_EFFECT
 
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
     from sfm_dpo.config.fields import Config
-
-import functools
-
-from sfm_dpo.common.errors import user_input
 
 log = logging.getLogger(__name__)
 
@@ -234,10 +232,11 @@ def environment() -> dict[str, Any]:
     """Git commit, package versions, hardware, Slurm ids and command line of this start."""
     import torch
 
+    git = functools.partial(ask, "git", "-C", str(PROJECT), stderr=subprocess.DEVNULL)
     return {
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_remote": re.sub(r"//[^/]*@", "//", _git("remote", "get-url", "origin") or ""),  # without a login
-        "git_dirty": bool(_git("status", "--porcelain")),
+        "git_commit": (git("rev-parse", "HEAD") or "").strip() or None,
+        "git_remote": re.sub(r"//[^/]*@", "//", git("remote", "get-url", "origin") or "").strip(),  # without a login
+        "git_dirty": bool(git("status", "--porcelain")),
         "command": [mask(arg) for arg in (Path(sys.executable).name, *sys.argv)],
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in _PACKAGES},
@@ -246,11 +245,3 @@ def environment() -> dict[str, Any]:
         "world_size": world_size(),
         "slurm": {f"SLURM_{name}": os.environ[f"SLURM_{name}"] for name in _SLURM if f"SLURM_{name}" in os.environ},
     }
-
-
-def _git(*command: str) -> str | None:
-    try:
-        result = subprocess.run(["git", *command], cwd=PROJECT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return result.stdout.strip()
