@@ -8,7 +8,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-import pandas as pd
 from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -112,8 +111,10 @@ def _read_series(log: list[dict[str, Any]], metric: str) -> tuple[list[int], np.
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Centred mean of the finite values within `window` (odd) points; a gap stays a gap."""
-    means = pd.Series(values).rolling(window, center=True, min_periods=1).mean()
-    return np.where(np.isfinite(values), means, np.nan)
+    finite = np.isfinite(values)
+    sums = np.convolve(np.where(finite, values, 0.0), np.ones(window), mode="same")
+    counts = np.convolve(finite.astype(float), np.ones(window), mode="same")
+    return np.where(finite, sums / np.maximum(counts, 1), np.nan)
 
 
 def to_svg(figure: Figure, name: str) -> str:

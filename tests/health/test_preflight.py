@@ -39,6 +39,19 @@ def typical(n=256, chosen=-0.9, rejected=-1.0, lengths=(900, 700), seed=0):
     return (np.array([chosen, rejected]) + rng.normal(0, 0.3, (n, 2))) * tokens, tokens
 
 
+def test_rope_scaling_of_olmo_3():
+    config = tiny_config("olmo3")
+    assert count_wrong_rope_layers(config) == 0
+    config.rope_parameters["sliding_attention"] = config.rope_parameters["full_attention"]
+    assert count_wrong_rope_layers(config) == 1
+    # Flat parameters: transformers reads neither yarn nor its factor for any layer
+    flat = tiny_config("olmo3", rope_parameters={"rope_type": "yarn", "factor": 8.0}, max_position_embeddings=65536)
+    assert count_wrong_rope_layers(flat) == 1
+    assert count_wrong_rope_layers(tiny_config("olmo3", max_position_embeddings=65536)) == 0
+    assert count_wrong_rope_layers(tiny_config("llama", max_position_embeddings=65536)) == 0
+    assert judge_base_model({"rope_layers": exact(1)}, "sigmoid_norm")[0] == "no-go"
+
+
 @pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm"])
 def test_recorded_log_probs_are_no_go(loss_type):
     verdict, rules = verdict_of(RECORDED, RECORDED_LENGTHS, loss_type)
@@ -63,19 +76,6 @@ LONGER_CHOSEN = {"chosen": -1.0, "rejected": -1.0, "lengths": (1500, 800)}  # su
         ({"chosen": -5.0, "rejected": -5.2}, "sigmoid_norm", "no-go", {"chosen_logp": "no-go"}),
     ],
 )
-def test_rope_scaling_of_olmo_3():
-    config = tiny_config("olmo3")
-    assert count_wrong_rope_layers(config) == 0
-    config.rope_parameters["sliding_attention"] = config.rope_parameters["full_attention"]
-    assert count_wrong_rope_layers(config) == 1
-    # Flat parameters: transformers reads neither yarn nor its factor for any layer
-    flat = tiny_config("olmo3", rope_parameters={"rope_type": "yarn", "factor": 8.0}, max_position_embeddings=65536)
-    assert count_wrong_rope_layers(flat) == 1
-    assert count_wrong_rope_layers(tiny_config("olmo3", max_position_embeddings=65536)) == 0
-    assert count_wrong_rope_layers(tiny_config("llama", max_position_embeddings=65536)) == 0
-    assert judge_base_model({"rope_layers": exact(1)}, "sigmoid_norm")[0] == "no-go"
-
-
 def test_each_side_of_each_threshold(pairs, loss_type, verdict, rules):
     found, broken = verdict_of(*typical(**pairs), loss_type)
     assert found == verdict and rules.items() <= broken.items()

@@ -8,6 +8,7 @@ import pytest
 from scripts import compare_runs, status
 from sfm_dpo.report import page
 from sfm_dpo.run.folder import RUN_FILES, TRAINER_STATE, read_file
+from sfm_dpo.training_run import report
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +18,8 @@ def no_pictures(monkeypatch):
 
 
 def read_everywhere(run: Path, other: Path, capsys) -> list[int]:
-    codes = [status.main([str(run)]), page.main([str(run)]), compare_runs.main([str(run), str(other)])]
+    codes = [status.main([str(run)]), compare_runs.main([str(run), str(other)])]
+    report(run)  # says in one line why it cannot be written
     assert "Traceback" not in capsys.readouterr().err
     return codes
 
@@ -31,7 +33,7 @@ def test_a_damaged_file_is_absent(run, finished_run, name, damage, reason, capsy
     err = capsys.readouterr().err
     assert err.count(f"warning: {path}: missing or damaged: ") == 1 and reason in err
     codes = read_everywhere(run, finished_run, capsys)
-    assert codes[:2] == [0, 0] and codes[2] in (0, 1, 2)
+    assert codes[0] == 0 and codes[1] in (0, 1, 2)
 
 
 @pytest.mark.parametrize("name", [*RUN_FILES, TRAINER_STATE])
