@@ -145,8 +145,8 @@ def packed_attention_forward(
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if cu_seq_lens_q is None:
         unsupported.append("layers that drop cu_seq_lens_q")
-    if dropout:
-        unsupported.append("dropout (set attention_dropout to 0.0 in model_init_kwargs)")
+    if dropout:  # in training only; step 0 would refuse it on the padded path, too
+        raise UserError("packed attention does not support dropout; set its rate to 0.0 in model_init_kwargs")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         unsupported.append("is_causal false")
     if unsupported:
