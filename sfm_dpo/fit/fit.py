@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from sfm_dpo.common.distributed import gather, launched_with
-from sfm_dpo.common.errors import RunEnd, UserError
+from sfm_dpo.common.errors import RunEnd, UserError, user_input
 from sfm_dpo.common.process import available_memory, resident_bytes
 from sfm_dpo.config.checks import check_length_of_run
 from sfm_dpo.config.fields import Config, TrainConfig
@@ -100,7 +100,8 @@ def fit(trainer: Any, before: Before) -> RunFacts:
     # ZeRO-3 and FSDP2 shard the policy only when training begins
     is_whole = trainer.zero_stage != 3 and not trainer.is_fsdp_enabled
     resident = max(gather(int(reset_peak_memory())))  # before anything has run
-    with base_policy(trainer) as model:
+    failing = user_input("calibration: the model's own code fails", "choose another model, or report it upstream")
+    with failing, base_policy(trainer) as model:
         noise, ratios, kernels = choose_path(trainer, model, is_whole)
         plan = plan_memory(trainer, resident, is_whole)
         found = Calibration(noise, ratios)
