@@ -359,7 +359,8 @@ def test_canary_template_clock():
     with pytest.raises(TypeError, match="not callable"):
         template = "{{ strftime_now('%Y') }}"
         messages = [{"role": "user", "content": "q"}]
-        tiny_tokenizer().apply_chat_template(messages, template, tokenize=False, strftime_now=lambda form: "1999")
+        options = {"chat_template": template, "strftime_now": lambda form: "1999"}
+        tiny_tokenizer().apply_chat_template(messages, tokenize=False, **options)
 
 
 COMMENT = re.compile(r"Upstream: \w+ [\d.]+, \S+, [^:]+: .+? Canary: (test_canary_\w+)")
