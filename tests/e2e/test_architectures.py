@@ -1,9 +1,8 @@
-"""Every decoder type of Transformers that builds from a tiny configuration trains, packed as padded, or is refused."""
+"""Decoder types of Transformers train with equal losses, packed and padded, or are refused in one line."""
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import train_dpo
 from tests.tiny_models import VOCAB_SIZE, tiny_tokenizer
@@ -27,6 +26,12 @@ SMALL = {
     "bos_token_id": None,
     "eos_token_id": 259,
 }
+# Of MODEL_FOR_CAUSAL_LM_MAPPING_NAMES those that build with SMALL and were tried; hybrids without kernels take minutes
+KINDS = """
+    afmoe apertus apertus1p5_text arcee aria_text beam bert bert-generation big_bird bitnet bloom camembert cohere
+    cohere2_moe deepseek_v4 doge ernie4_5 exaone exaone_moe gemma2 gpt2 gpt_oss granitemoe jetmoe llama mamba
+    minimax mpt nemotron qwen3 xglm
+""".split()
 # Of these the memory is planned, too: traced, guessed, without checkpointing
 PLANNED = ("gpt_oss", "jetmoe", "llama", "mamba")
 
@@ -51,7 +56,7 @@ def make_model(kind: str, folder) -> str | None:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("kind", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("no_report")
 def test_a_decoder_type_trains_packed_as_padded_or_is_refused_in_one_line(kind, tmp_path, write_rows, capsys):
     if reason := make_model(kind, tmp_path / "model"):
