@@ -31,7 +31,7 @@ from sfm_dpo.fit.calibration import (
     reset_peak_memory,
 )
 from sfm_dpo.memory.activations import TraceError
-from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_layers, asked_pairs, memory_limit
+from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_pairs, asks_layers, memory_limit
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.run.facts import Calibration, RunFacts, Settings
 from sfm_dpo.run.reader import describe_calibration
@@ -79,7 +79,7 @@ def keep_settings(config: Config, configured: Settings, before: Before) -> Setti
     asked: dict[str, Any] = {}
     if asked_pairs(args) is not None:
         asked["micro_batch"] = configured.micro_batch
-    if args.gradient_checkpointing is not None or args.checkpointed_layers is not None:
+    if asks_layers(args):
         asked["checkpointed_layers"] = configured.checkpointed_layers
     if args.flash_attention != "auto":
         asked["flash_attention"] = args.flash_attention
@@ -188,8 +188,7 @@ def plan_memory(trainer: Any, resident: int, is_measured: bool) -> MemoryPlan | 
     args = trainer.config.train
     settings = trainer.settings
     model_config = load_model_config(trainer.config)
-    layers = model_config.get_text_config().num_hidden_layers
-    if args.use_cpu and asked_pairs(args) is not None and asked_layers(args, layers) is not None:
+    if args.use_cpu and asked_pairs(args) is not None and asks_layers(args):
         return None
     lengths = Lengths.of(trainer.train_dataset).truncate(args.max_length)
     dtype = torch.bfloat16 if args.bf16 else torch.float32
@@ -224,7 +223,7 @@ def find_limit(args: TrainConfig) -> int:
         total = resident_bytes() + available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:
         total = torch.cuda.mem_get_info()[1]
-    is_asked = asked_pairs(args) is not None and args.gradient_checkpointing is not None
+    is_asked = asked_pairs(args) is not None and asks_layers(args)
     limit = total if is_asked and not args.memory_gib else memory_limit(total, args.memory_gib)
     return min(gather(int(limit)))
 

@@ -190,6 +190,11 @@ def asked_pairs(args: TrainConfig) -> int | None:
     return args.per_device_train_batch_size
 
 
+def asks_layers(args: TrainConfig) -> bool:
+    """Whether a configuration says how many layers are checkpointed."""
+    return args.gradient_checkpointing is not None or args.checkpointed_layers is not None
+
+
 def asked_layers(args: TrainConfig, layers: int) -> int | None:
     """How many of `layers` a configuration checkpoints; None if memory decides. Raises UserError for more than there
     are."""

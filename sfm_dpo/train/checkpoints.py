@@ -48,15 +48,14 @@ def apply_configuration(trainer: Any) -> None:
     that wrote the checkpoint, nothing changes."""
     optimizer = trainer.optimizer
     scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # accelerate's wrapper
-    if not isinstance(scheduler, LambdaLR):  # reduce_lr_on_plateau has no rate of its own
-        return
-    rates = []
     for number, group in enumerate(optimizer.param_groups):
         configured = trainer.configured_groups[number]
-        scheduler.base_lrs[number] = configured["lr"]
-        rates.append(configured["lr"] * scheduler.lr_lambdas[number](scheduler.last_epoch))
-        group.update(configured | {"initial_lr": configured["lr"], "lr": rates[-1]})
-    scheduler._last_lr = rates
+        rate = group["lr"]  # of reduce_lr_on_plateau, which has no schedule
+        if isinstance(scheduler, LambdaLR):
+            rate = configured["lr"] * scheduler.lr_lambdas[number](scheduler.last_epoch)
+            scheduler.base_lrs[number] = configured["lr"]
+            scheduler._last_lr[number] = rate
+        group.update(configured | {"initial_lr": configured["lr"], "lr": rate})
     if trainer.zero_stage:
         optimizer.optimizer.clip_grad = trainer.args.max_grad_norm
 
