@@ -78,7 +78,7 @@ def main_loss(loss_types: list[str]) -> str:
 
 @functools.cache
 def read_migration() -> dict[str, str]:
-    """By field, or `field: value`, of other trainers and of earlier versions: what to write here instead."""
+    """By field, or `field: value`, of other trainers: what to write here instead."""
     rows: dict[str, str] = {}
     with MIGRATION.open(newline="") as file:
         for row in csv.DictReader(file):

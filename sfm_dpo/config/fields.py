@@ -1,6 +1,6 @@
 """Configuration: TRL's dataclasses with OLMo 3's defaults, filled from a YAML recipe and the command line.
 
-Precedence: defaults < recipe (`--config`) < command line. A recipe's values become argparse's defaults.
+Precedence: defaults < recipe (`--config`) < command line. A recipe's fields are read as options before the others.
 """
 
 import argparse
@@ -38,7 +38,6 @@ from sfm_dpo.config.checks import (
     check_known,
     explain_migrated,
     explain_unknown,
-    read_migration,
 )
 
 log = logging.getLogger(__name__)
@@ -410,7 +409,7 @@ def read_recipe(path: str, parser: FieldParser, problems: list[str]) -> list[lis
         with collect_errors(problems), user_input(f"{path}: {name}"):
             if name in parser.fields:
                 options += filter(None, [read_option(name, node, parser, path)])
-            elif node.tag != _NULL or name not in read_migration():  # as in the resolved_config.yaml of an old run
+            else:
                 raise UserError(f"{path}: unknown field {name!r}{explain_unknown(name, parser.fields)}")
     return options
 

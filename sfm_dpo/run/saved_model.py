@@ -95,7 +95,7 @@ def find_model(path: Path) -> SavedModel:
         state = State.of(read_status(run))
         if not state.has_model:
             raise UserError(f"{path}: the run is not finished (state {state}); choose one of its checkpoints")
-        is_marked = (path / COMPLETE).is_file()  # not by earlier versions
+        is_marked = (path / COMPLETE).is_file()  # unless the model was saved by hand
         if is_marked and (reason := why_incomplete(path, "*.safetensors")):  # people edit the other files
             newest = newest_checkpoint(path)
             remedy = f"remove {path / STATUS} and run its command again, which saves the model again from {newest}"

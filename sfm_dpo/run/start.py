@@ -1,6 +1,5 @@
 """The start of a run: rank 0 reads the folder once, decides what the start does, and tells all ranks."""
 
-import dataclasses
 import logging
 import re
 from collections.abc import Collection, Mapping
@@ -125,20 +124,23 @@ def read_start(config: "Config", processes: int, damaged: Mapping[Path, str]) ->
     return replace(start, before=before)
 
 
+def list_differences(config: "Config", before: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """By field that a resumed run may not change: its value in resolved_config.yaml (`before`), and now."""
+    now = config.as_dict()
+    return {key: (was, now[key]) for key, was in before.items() if key in now.keys() - MAY_CHANGE and was != now[key]}
+
+
 def compare_configurations(config: "Config", before: Before) -> None:
     """Says what differs from the configuration under which the checkpoint was written, in whichever folder it is.
     Raises UserError if that changes the data or their order."""
-    differences = {}
-    for key, value in config.as_dict().items():
-        was = before.config.get(key, value)
-        if was == value or key in MAY_CHANGE:
-            continue
+    differences = list_differences(config, before.config)
+    for key, (was, value) in differences.items():
         if key in ORDER:
             remedy = f"set {key}: {was}, or train from the model alone (--model_name_or_path {before.checkpoint})"
             raise UserError(f"{key} {value}: {before.checkpoint} was written with {was}; {remedy}")
-        differences[key] = f"{key} {value} (was {was})"
     if differences:
-        log.info(f"{before.checkpoint} is continued with {', '.join(differences.values())}")
+        changes = [f"{key} {value} (was {was})" for key, (was, value) in differences.items()]
+        log.info(f"{before.checkpoint} is continued with {', '.join(changes)}")
 
 
 def find_before(args: "TrainConfig", damaged: Mapping[Path, str]) -> Before:
@@ -198,15 +200,11 @@ def _check_config(config: "Config", before: dict[str, Any]) -> None:
     run = config.train.output_dir
     if not before:
         raise UserError(f"{run}/{RESOLVED_CONFIG}: missing or damaged; restore it, or choose another output_dir")
-    # A field that an earlier version did not have counts as its default, which is its old behaviour
-    fields = [f for part in (config.train, config.model, config.data) for f in dataclasses.fields(part)]
-    before = {f.name: f.default for f in fields} | before
-    for key, value in config.as_dict().items():
-        if key not in MAY_CHANGE and before.get(key) != value:
-            raise UserError(
-                f"output_dir {run}: holds another run ({key} is {before.get(key)} there, {value} here); choose "
-                "another output_dir, or remove the folder"
-            )
+    for key, (was, value) in list_differences(config, before).items():
+        raise UserError(
+            f"output_dir {run}: holds another run ({key} is {was} there, {value} here); choose another output_dir, or "
+            "remove the folder"
+        )
 
 
 def list_open(args: "TrainConfig", status: dict[str, Any], names: Collection[str]) -> list[str]:

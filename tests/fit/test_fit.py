@@ -52,20 +52,20 @@ def test_what_is_found_is_within_one_step_of_the_best(planner, monkeypatch, rati
 
 
 def test_two_near_misses_do_not_choose_the_smallest(planner, monkeypatch):
+    """The first setting takes 3% more than planned, the second one just more than there is, all others 3% more."""
     states = GIB
     every = planner.list_candidates(states)
     limit = int(every[len(every) // 3].bytes * 1.001)
-    first = next(candidate for candidate in every if candidate.bytes <= limit)
-    needed = (limit - states) / first.activations
+    second = next(c for c in planner.list_candidates(states, 1.03) if c.bytes <= AIM * limit)
 
     def ratio(number: int) -> float:
-        return 1.03 * needed if number == 0 else 1.001 * (limit - states) / second.activations if number == 1 else 1.03
+        return 1.001 * (limit - states) / second.activations if number == 1 else 1.03
 
-    second = next(c for c in planner.list_candidates(states, 1.03 * needed) if c.bytes <= AIM * limit)
     found, tried = find(planner, monkeypatch, limit, states, ratio)
-    assert [candidate.bytes for candidate in tried[:2]] and found not in tried[:2]
-    fitting = [c for c in planner.list_candidates(states, 1.03) if c.bytes <= limit]
-    assert found.work <= fitting[1].work + 0.05 and found.work < max(c.work for c in every) - 0.1
+    assert (tried[1].per_device, tried[1].checkpointed_layers) == (second.per_device, second.checkpointed_layers)
+    left = [c for c in planner.list_candidates(states, 1.03) if c.bytes <= limit and not c.takes_as_much(second)]
+    better = [candidate for candidate in left if candidate.work < found.work]
+    assert len(better) <= 1 and 3 <= len(tried) <= ROUNDS
 
 
 def test_if_nothing_fits_the_fields_that_are_set_are_named(planner, monkeypatch):
