@@ -62,7 +62,7 @@ def test_command_line_beats_recipe_beats_defaults(parse):
     assert parse({"seed": 7}, "--seed=9").train.seed == 9
     assert parse({"seed": 7}, "--config=recipes/demo.yaml").train.seed == 42  # the last one counts, as in a batch job
     # a field emptied in the recipe, a flag, a list
-    assert parse({"max_length": None, "score_margin": None}).train.max_length is None  # the latter: of an old run
+    assert parse({"max_length": None}).train.max_length is None
     assert parse({"max_length": None}, "--max_length", "64").train.max_length == 64
     assert parse({"use_peft": True}, "--use_peft", "false").model.use_peft is False
     assert parse({"gradient_checkpointing": True}, "--no_gradient_checkpointing").train.gradient_checkpointing is False
@@ -110,7 +110,6 @@ def test_a_command_line_reads_the_yaml_of_a_recipe(parse, field, words, value):
     ("cli", "parts"),
     [
         ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate"]),  # no abbreviations
-        ("--pair-by=score", ["--pair-by; here: none (make the pairs before training, see docs/data.md)"]),
         ("--warmup_ratio 0.1", ["unknown option --warmup_ratio; here: warmup_steps (the same number: below 1"]),
         ("--gpus-per-node=8", ["Slurm's options come before the script: sbatch [options] scripts/dpo_train.sh"]),
         (
@@ -279,7 +278,7 @@ TRL = """{model_name_or_path: m, dataset_name: p.jsonl, loss_type: sigmoid, beta
 @pytest.mark.parametrize(
     ("text", "count", "corrected"),
     [
-        (AXOLOTL, 26, {"use_peft": True, "lora_target_modules": "all-linear", "eval_fraction": 0.05, "beta": 0.1}),
+        (AXOLOTL, 28, {"use_peft": True, "lora_target_modules": "all-linear", "eval_fraction": 0.05, "beta": 0.1}),
         (LLAMA_FACTORY, 16, {"use_peft": True, "loss_type": "sigmoid", "beta": 0.1, "eval_fraction": 0.1}),
         (TRL, 3, {"model_name_or_path": "m", "loss_type": "sigmoid", "beta": 0.1}),
     ],
