@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shutil
 import signal
 import threading
 import traceback
@@ -12,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from sfm_dpo.common.distributed import is_main_process, on_main_process
-from sfm_dpo.common.errors import DISK_REMEDIES, DiskFull, Interrupted, PreflightDone, RunEnd, StopRequested
+from sfm_dpo.common.errors import DISK_REMEDIES, DiskFull, Interrupted, PreflightDone, RunEnd, StopRequested, UserError
 from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.fields import Config
@@ -70,6 +71,7 @@ class TrainingRun:
     def __init__(self) -> None:
         self.output_dir: Path | None = None
         self.folder: Path | None = None  # output_dir, while this run may write its end into it
+        self.has_made_folder = False
         self.facts: RunFacts | None = None
         self.step = 0  # at which this start begins
         self.progress = Progress()
@@ -91,6 +93,7 @@ class TrainingRun:
     def begin(self, config: Config) -> Start:
         """Takes the folder, and returns what this start does. Raises UserError if another run owns it."""
         folder = self.output_dir = Path(config.train.output_dir)
+        self.has_made_folder = not folder.exists()
 
         def lock() -> None:
             self.lease = take_folder(make_folder(folder))
@@ -184,6 +187,9 @@ class TrainingRun:
                 self.watchdog.stop()
             if self.lease:
                 self.lease.release()
+            is_refused = isinstance(end, UserError) and not self.facts and not end.__cause__
+            if self.output_dir and self.has_made_folder and is_refused and not is_launched():
+                shutil.rmtree(self.output_dir, ignore_errors=True)  # nothing is left of a start before its data
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
         return end is not None
@@ -228,7 +234,7 @@ class TrainingRun:
             status["for_good"] = is_for_good
             then = f"; run the same command again to resume from {checkpoint or 'the beginning'}"
             log.info(f"{end}{'' if isinstance(end, PreflightDone) else then}")
-            if "TORCHELASTIC_RUN_ID" in os.environ:
+            if is_launched():
                 self.exit_code = 0  # a launcher would report 75 as a crash; status.json has the state
         elif message:
             log.error(message)
@@ -241,6 +247,11 @@ class TrainingRun:
                 self.lease.release()  # before the report: a launcher ends this rank soon after another rank's exit
             if not isinstance(end, Interrupted):
                 report(self.folder, self.is_training)
+
+
+def is_launched() -> bool:
+    """Whether a launcher runs this process: batch scripts then read status.json, not the exit code."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:

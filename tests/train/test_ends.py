@@ -230,6 +230,10 @@ def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path,
         assert "in fail\n    raise KeyError" in (run / "error.txt").read_text()
     monkeypatch.setattr(train_dpo, "identify_models", lambda *args: (_ for _ in ()).throw(UserError("a mistake")))
     assert train_dpo.main(fields) == 2 and not (run / "error.txt").exists()
+    run = tmp_path / "refused before its data are read"
+    fields += ["--output_dir", str(run), "--resume_from_checkpoint", str(tmp_path)]
+    assert train_dpo.main(fields) == 2 and not run.exists()
+    assert "was not fully written" in capsys.readouterr().err
 
 
 def test_out_of_memory_while_a_model_is_loaded_is_no_mistake(tmp_path, monkeypatch, environment, capsys):
