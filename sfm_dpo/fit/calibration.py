@@ -47,6 +47,7 @@ SMALL = 0.01  # kinds of tensor with a smaller share of the gradient's norm are 
 FASTER = 0.95  # of FA2's time: another kernel is chosen only if it takes less
 SAMPLES = 3  # of a duration
 ENOUGH = 4.0  # seconds
+Rows = tuple[tuple[int, ...], tuple[int, ...]]
 REPORT = "it may be a false alarm: report this line with the model's name and environment.json"
 
 
@@ -101,7 +102,7 @@ def load_batch(trainer: Any, rows: Sequence[int]) -> dict[str, torch.Tensor]:
     return batch
 
 
-def select_pairs(trainer: Any, model: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def select_pairs(trainer: Any) -> list[Rows]:
     """Batches of rows, in twos: the first row of a batch is compared, and if it differs that of the other one, too.
     They are two pairs of median length (on a CPU, where a token is slow, the shortest) and, on a GPU, two that are
     longer than the model's largest attention window, each alone, where there are any."""
@@ -111,8 +112,9 @@ def select_pairs(trainer: Any, model: Any) -> list[tuple[tuple[int, ...], tuple[
     on_gpu = trainer.accelerator.device.type == "cuda"
     middle = int(is_trained.sum()) // 2 if on_gpu else 0
     first, second = int(order[middle]), int(order[min(middle + 1, len(order) - 1)])
-    batches: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((first, second), (second, first))]
-    window = max((size for size, _ in attention_flops(model.config.get_text_config()) if size), default=0)
+    batches: list[Rows] = [((first, second), (second, first))]
+    layers = attention_flops(trainer.bare_model().config.get_text_config())
+    window = max((size for size, _ in layers if size), default=0)
     beyond = [int(row) for row in order[: is_trained.sum()] if lengths.total[row] >= window + WINDOW]
     if on_gpu and window and beyond and first not in beyond:
         batches.append(((beyond[0],), (beyond[min(1, len(beyond) - 1)],)))
@@ -241,11 +243,12 @@ class Baseline:
         return {what: (size / self.noise.get(what, self.least), size) for what, size in differences.items()}
 
 
-def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[float, dict[str, float], list[str]]:
+def compare_paths(
+    trainer: Any, model: Any, backward: bool, batches: list[Rows]
+) -> tuple[float, dict[str, float], list[str]]:
     """The noise of log-probs, the ratio of differences to noise of each path and kernel, and the kernels that may be
     used, FA2 first. Raises PathError or, for the kernel that is asked for, UserError for more than noise."""
     activate_flash("fa2")
-    batches = select_pairs(trainer, model)
     baseline = functools.cache(partial(Baseline, trainer, model, backward))
     compute = partial(compute_pair, trainer, model, backward)
     ratios: dict[str, float] = {}

@@ -29,6 +29,7 @@ from sfm_dpo.fit.calibration import (
     measure_memory,
     measure_speed,
     reset_peak_memory,
+    select_pairs,
 )
 from sfm_dpo.memory.activations import TraceError
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_pairs, asks_layers, memory_limit
@@ -138,9 +139,10 @@ def fit(trainer: Any, before: Before) -> RunFacts:
 
 def choose_path(trainer: Any, model: Any, backward: bool) -> tuple[float, dict[str, float], list[str]]:
     """`compare_paths` once sharing, then packing, are off where they fail. Raises UserError for what is set."""
+    batches = select_pairs(trainer)
     while True:
         try:
-            return compare_paths(trainer, model, backward)
+            return compare_paths(trainer, model, backward, batches)
         except PathError as error:
             trainer.drop_path("prefix_sharing" if error.status["path"] == "shared" else "padding_free", str(error))
         except Exception as error:  # of the model's code, which may not take the arguments of packed attention
