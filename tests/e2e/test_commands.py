@@ -47,13 +47,15 @@ def elsewhere(line: str) -> bool:
     return any(re.fullmatch(pattern, line) for pattern in ELSEWHERE)
 
 
-SCRIPTS = [line for line in runnable("python") if not elsewhere(line)]
+# With a tiny model it does not take minutes
+MARKED = [line for line in runnable("python", marked=True) if "train_dpo.py" in line]
+SCRIPTS = [line for line in runnable("python") if not elsewhere(line)] + MARKED
 LAUNCHED = [line for line in runnable("accelerate|torchrun") if not elsewhere(line)]
 
 
 def test_no_command_is_forgotten():
     bare = {re.split(r"\s+#", line)[0] for line in commands() if not MARK.search(line)}
-    assert {line for line in bare if not elsewhere(line)} == {*SCRIPTS, *LAUNCHED}
+    assert {line for line in bare if not elsewhere(line)} | {*MARKED} == {*SCRIPTS, *LAUNCHED}
     assert not [pattern for pattern in ELSEWHERE if not any(re.fullmatch(pattern, line) for line in bare)]
 
 
