@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-PROGRAMS = "accelerate|git|hf|make|pip|pytest|python|sbatch|scancel|scontrol|source|torchrun|touch|trl|wandb"
+PROGRAMS = r"accelerate|git|hf|make|\S*pip|pytest|\S*python|sbatch|scancel|scontrol|source|torchrun|touch|trl|wandb"
 COMMAND = re.compile(rf"(?:\$ )?((?:[A-Z_]+=\S+ )*(?:{PROGRAMS}) \S.*)")
 # Marks in the comment behind a command that is too much for a test
 MARK = re.compile(r"# .*(\bGPUs?\b|\bminutes\b|\bhours?\b)")
@@ -34,7 +34,13 @@ def commands() -> dict[str, str]:
     return found
 
 
-def runnable(program: str) -> list[str]:
-    """The commands of a program that bear no mark, without their comments, each once."""
-    lines = [re.split(r"\s+#", line)[0] for line in commands() if not MARK.search(line)]
+def runnable(program: str, marked: bool = False) -> list[str]:
+    """The commands of a program that bear a mark, or none, without their comments, each once."""
+    lines = [re.split(r"\s+#", line)[0] for line in commands() if bool(MARK.search(line)) is marked]
     return sorted({line for line in lines if re.match(rf"(?:[A-Z_]+=\S+ )*(?:{program})\b", line)})
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """The code blocks of a language, none for commands and what they print: (name of the page, block)."""
+    found = [(page.stem, re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.S | re.M)) for page in PAGES]
+    return [(page, block) for page, given in found for kind, block in given if kind == language]

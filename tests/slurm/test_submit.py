@@ -56,7 +56,7 @@ def test_unhealthy_nodes_end_the_job_with_a_code_of_their_own(cluster, project):
     assert "nothing was trained" in log.splitlines()[-1]
 
 
-@pytest.mark.parametrize("line", [line for line in runnable("sbatch") if "..." not in line])
+@pytest.mark.parametrize("line", runnable("sbatch") + runnable("sbatch", marked=True))
 def test_documented(cluster, project, line, monkeypatch):
     """What Slurm thinks of the sbatch lines, and train_dpo.py of their fields; those for CPU nodes are run."""
     monkeypatch.chdir(project)
