@@ -40,6 +40,7 @@ from sfm_dpo.run.folder import (
     PUSHED,
     REPORTED,
     RESOLVED_CONFIG,
+    STATUS,
     State,
     describe,
     has_failed,
@@ -161,7 +162,10 @@ class TrainingRun:
                 if actions[step]():
                     still.remove(step)
                     write_end(folder, still)
-            self.exit_code = read_status(folder)["exit_code"]
+            status = read_status(folder)
+            self.exit_code = status["exit_code"]
+            if status["open"] != still:
+                log.error(f"{folder}: {STATUS} cannot be written; make it writable, and run the same command again")
         clear_stop(folder)  # a request to stop came too late
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
