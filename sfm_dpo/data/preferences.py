@@ -43,12 +43,17 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # role
 log = logging.getLogger(__name__)
 
 
+def list_sources(config: Config) -> list[DatasetConfig]:
+    args = config.train
+    single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
+    return config.data.datasets or [single]
+
+
 def load_pairs(config: Config) -> Pairs:
     """Reads `dataset_name` or the mixture `datasets`, filters, samples and splits. Raises UserError for what
     cannot be read or split."""
     args = config.train
-    single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
-    pairs = read_pairs(config.data.datasets or [single], args.dataset_num_proc, args.filter_script)
+    pairs = read_pairs(list_sources(config), args.dataset_num_proc, args.filter_script)
     train, repeats = drop_repeats(pairs.train, args.drop_duplicates)
     if args.max_samples is not None and args.max_samples < len(train):
         drawn = np.random.default_rng(args.seed).permutation(len(train))[: args.max_samples]  # as Dataset.shuffle
@@ -103,7 +108,7 @@ def read_pairs(entries: Sequence[DatasetConfig], num_proc: int | None, script: s
     dropped: list[dict[str, Any]] = []
     count = 0
     for entry in entries:
-        rows = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
+        rows = load_rows(entry)
         columns = column_names(rows)
         if missing := [name for name in ("chosen", "rejected") if name not in columns]:
             raise UserError(
@@ -186,8 +191,8 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     """One pair as (prompt, chosen, rejected), or the reason (a key of DROP_REASONS) why it cannot be used.
 
     Published sets have three formats: `prompt` text and message lists with the response alone (Dolci-Think); no
-    `prompt`, and conversations whose shared beginning is the prompt (Dolci-Instruct); and plain text. Raises ValueError
-    for calls that are not JSON.
+    `prompt`, and conversations whose shared beginning is the prompt (Dolci-Instruct); and plain text. Raises
+    ValueError for calls that are not JSON.
     """
     if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
         if chosen == rejected:

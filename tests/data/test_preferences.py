@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, Features, Image, concatenate_datasets
+from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import DiskFull, UserError
 from sfm_dpo.config.fields import parse_config
@@ -279,16 +280,16 @@ def test_a_folder_with_several_splits_gives_the_one_that_is_asked_for(write_rows
     write_rows("copy/data/train-00000.parquet", [PAIR] * 3)
     write_rows("copy/data/test-00000.parquet", [PAIR] * 2)
     (tmp_path / "copy" / "README.md").write_text("# A dataset")
-    assert len(load_rows(str(tmp_path / "copy"))) == 3
-    assert len(load_rows(str(tmp_path / "copy"), split="test")) == 2
+    assert len(load_rows(DatasetConfig(str(tmp_path / "copy")))) == 3
+    assert len(load_rows(DatasetConfig(str(tmp_path / "copy"), split="test"))) == 2
     with pytest.raises(UserError, match="validation"):
-        load_rows(str(tmp_path / "copy"), split="validation")
+        load_rows(DatasetConfig(str(tmp_path / "copy"), split="validation"))
     with pytest.raises(UserError, match="has no x; remove it"):
-        load_rows(str(tmp_path / "copy"), data_files="x")
+        load_rows(DatasetConfig(str(tmp_path / "copy"), data_files="x"))
     file = write_rows("rows.jsonl", [PAIR] * 4)
-    assert len(load_rows(str(file), split="train[:50%]")) == 2
+    assert len(load_rows(DatasetConfig(str(file), split="train[:50%]"))) == 2
     with pytest.raises(UserError, match="test"):
-        load_rows(str(file), split="test")
+        load_rows(DatasetConfig(str(file), split="test"))
 
 
 @pytest.mark.parametrize(
@@ -415,7 +416,7 @@ def test_a_full_disk_while_pairs_are_read_and_in_the_reference_pass(write_rows, 
     with small_disk(tmp_path / "hf", "64k") as home:
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
         with pytest.raises(UserError, match=f"HF_HOME: {home}/datasets.*: No space left on device"):
-            load_rows(str(path))
+            load_rows(DatasetConfig(str(path)))
         cache = reference_cache.ReferenceCache(home / "key", np.arange(1, 65), 1)
         reference_cache.make_cache_folder(cache.folder)
         with pytest.raises(DiskFull, match=f"HF_HOME: {home}/key.*: No space left on device"):
