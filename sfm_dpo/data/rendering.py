@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import datetime
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,11 +37,7 @@ def frozen_clock(date: str | None) -> AbstractContextManager:
 
 def make_renderer(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
     arguments = json.loads(pair.get("template") or "{}")
-
-    def render(messages: list[dict[str, Any]], **options: Any) -> Any:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **arguments, **options)
-
-    return render
+    return partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
 
 
 def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str] | str:
