@@ -29,7 +29,7 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config.checks import read_eval_sets
 from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.pairs import PARTS, Pairs, TokenPairs, drop_rows
+from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs
 from sfm_dpo.data.rendering import (
     REFUSALS,
@@ -119,7 +119,7 @@ def check_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         raise UserError(f"ref_model_name_or_path {name}: its chat template differs; copy the policy's into its folder")
 
 
-def load_data(config: Config, recorded_date: str | None = None) -> tuple[TokenPairs, PreTrainedTokenizerBase]:
+def load_data(config: Config, recorded_date: str | None = None) -> tuple[Pairs, PreTrainedTokenizerBase]:
     """The pairs of a run, the same on all ranks, and its tokenizer. `recorded_date`: `template_date` of
     the run to resume. All ranks must call it. Raises UserError for data that the model cannot take."""
     tokenizer = load_tokenizer(config)
@@ -152,9 +152,7 @@ def choose_date(tokenizer: PreTrainedTokenizerBase, date: str | None) -> str | N
     return day.isoformat()
 
 
-def load_token_pairs(
-    config: Config, tokenizer: PreTrainedTokenizerBase, template_date: str | None = None
-) -> TokenPairs:
+def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase, template_date: str | None = None) -> Pairs:
     """The pairs of a run as token ids: train and eval split, and the sets of eval_datasets. `template_date`: from
     choose_date, if another run or process has called it. Raises UserError for data that cannot be used."""
     args = config.train
@@ -173,12 +171,16 @@ def load_token_pairs(
     return dataclasses.replace(pairs, splits=pairs.splits | eval_sets)
 
 
-def _tokenize(texts: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase, date: str | None) -> TokenPairs:
+def _tokenize(texts: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase, date: str | None) -> Pairs:
     texts.check_dropped(args.max_dropped_fraction)
     names = "max_length max_prompt_length overlong mask_tool_results".split()
     fields = {name: getattr(args, name) for name in names}
     pairs = tokenize_splits(texts, tokenizer, num_proc=args.dataset_num_proc, template_date=date, **fields)
     pairs.check_dropped(args.max_dropped_fraction)
+    # Also of the rows that were tokenized: max_samples, fractions and filters leave out others
+    late = pairs.dropped_rows[len(texts.dropped_rows) :]
+    drawn = sum(map(len, texts.splits.values()))
+    dataclasses.replace(pairs, rows=drawn, dropped_rows=late).check_dropped(args.max_dropped_fraction)
     # Flattened here: otherwise every rank would rewrite the rows when the trainer adds columns
     # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: rewrites even a flat dataset, and no public
     # name says whether it is flat. Canary: test_canary_datasets_indices
@@ -186,14 +188,14 @@ def _tokenize(texts: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBas
     return dataclasses.replace(pairs, splits=flat)
 
 
-def tokenize_splits(texts: Pairs, tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenPairs:
+def tokenize_splits(texts: Pairs, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Pairs:
     """Each split as token ids; `options` are those of tokenize_pairs."""
     splits = {}
     dropped = list(texts.dropped_rows)
     for name, split in texts.splits.items():
         splits[name], unusable = tokenize_pairs(split, tokenizer, **options)
         dropped += unusable
-    pairs = TokenPairs(splits, texts.sources, texts.rows, dropped, texts, options.get("template_date"))
+    pairs = Pairs(splits, texts.sources, texts.rows, dropped, options.get("template_date"))
     if tokenizer.chat_template and isinstance(texts.train[0]["prompt"], str):
         advice = 'to use it, write each prompt as [{"role": "user", "content": "..."}]'
         if pairs.control_tokens > len(pairs.train) / 2:

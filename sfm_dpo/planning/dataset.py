@@ -16,7 +16,7 @@ from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.pairs import HISTORY, TokenPairs, describe_ignored
+from sfm_dpo.data.pairs import HISTORY, Pairs, describe_ignored
 from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import choose_date, load_tokenizer, tokenize_splits
 from sfm_dpo.model.flops import ForwardFlops
@@ -78,7 +78,7 @@ def analyze_dataset(
     return result
 
 
-def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pairs: TokenPairs) -> list[dict[str, str]]:
+def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pairs: Pairs) -> list[dict[str, str]]:
     """Findings to read before training, each {"level": "warning" or "note", "text"}; `result`: the analysis so far."""
     findings = []
 

@@ -255,7 +255,7 @@ def test_max_dropped_fraction_of_a_sample(write_rows, tiny_folder):
     with pytest.raises(UserError, match=r": [1-9] of 20 rows cannot be used \([1-9] x prompt leaves no room"):
         read()
     pairs = read("--max_dropped_fraction", "0.9")
-    assert re.search(r"drawn from the usable pairs \(max_samples, fraction\) +20\n", pairs.table())
+    assert re.search(r"not drawn \(max_samples, fraction\) +180\n", pairs.table())
     assert "drawn" not in read("--max_samples", 999, "--max_dropped_fraction", "0.9").table()
 
 
