@@ -44,13 +44,12 @@ from sfm_dpo.model.loading import load_model_config
 
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
 # span or a drop reason.
-TOKENS_VERSION = 11
+TOKENS_VERSION = 12
 # Rows per tokenizer call: it needs about 300 bytes per token besides the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 _TOKENS = Features(
     {f"{part}_ids": List(Value("int32")) for part in PARTS}
     | {f"{part}_length": Value("int32") for part in PARTS}
-    | {"shared_length": Value("int32")}  # number of first tokens that both responses share
     | {"control_tokens": Value("bool")}  # whether its texts contain special tokens, which act like the template's own
     | {"masked": List(List(Value("int32")))}  # spans of tool results: side (0 chosen, 1 rejected), first id, end
     | {"prompt_trimmed": Value("int32")}  # tokens cut from the prompt's end, where prompt+response diverges
@@ -241,14 +240,11 @@ def tokenize_pairs(
     )
     if max_prompt_length:
         tokens = _cut_prompts(tokens, max_prompt_length, num_proc)
-    names = ["prompt_length", "chosen_length", "rejected_length", "dropped"]
-    columns = tokens.select_columns(names).with_format("numpy")[:]
-    reasons = np.asarray(columns["dropped"], dtype=object)
-    is_empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
-    reasons[(reasons == "") & is_empty] = "empty_response"
+    lengths = Lengths.of(tokens)
+    reasons = np.asarray(tokens["dropped"][:], dtype=object)
+    reasons[(reasons == "") & (lengths.responses.min(axis=1) == 0)] = "empty_response"
     if max_length is not None:
-        trained = count_trained(tokens, max_length)
-        unused = Lengths.from_columns(columns).find_unused(trained, max_length, None, overlong)
+        unused = lengths.find_unused(count_trained(tokens, max_length), max_length, None, overlong)
         reasons = np.where(reasons == "", unused, reasons)
     usable, dropped = drop_rows(tokens, reasons)
     return usable.remove_columns("dropped"), dropped
@@ -327,7 +323,6 @@ def _split_ids(prompt: list[int], prompt_chosen: list[int], prompt_rejected: lis
     ids = {"prompt": prompt[:start], "chosen": prompt_chosen[start:], "rejected": prompt_rejected[start:]}
     row: dict[str, Any] = {f"{part}_ids": ids[part] for part in PARTS}
     row |= {f"{part}_length": len(ids[part]) for part in PARTS}
-    row["shared_length"] = common_prefix_length(ids["chosen"], ids["rejected"])
     row["masked"] = []
     row["prompt_trimmed"] = len(prompt) - start
     # A template may strip white space or leave out the text in which the two sides differ.

@@ -92,8 +92,6 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pair
     if share >= LENGTH_BIAS:
         text = f"the {side} response is the longer one in {share:.1%} of the pairs: DPO will learn to prefer "
         findings.append({"level": "warning", "text": f"{text}{preferred} answers; balance them by filter_script"})
-    no_signal = result["recommendation"]["no_signal"]
-    add("warning", no_signal, "pairs are identical on both sides after truncation and teach nothing: raise max_length")
     repeated_pairs = len(texts) - len(set(texts["pair_key"]))
     add("warning", repeated_pairs, "pairs are exact repeats of earlier ones: set drop_duplicates to pairs")
     text = "pairs contain special tokens, which act like the template's own: unless rendered, remove by filter_script"
@@ -114,11 +112,10 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pair
 
 
 NOTE = (
-    "*: recommended. untruncated: pairs that lose no token. no signal: both responses are identical after truncation. "
-    "dropped: no response token is left or, with overlong: drop, the pair is longer. tokens and FLOPs: per epoch, "
-    "without padding. step time: padding-free, relative to the recommendation."
+    "*: recommended. untruncated: pairs that lose no token. dropped: no response token is left or, with overlong: "
+    "drop, the pair is longer. tokens and FLOPs: per epoch, without padding. step time: relative to the recommendation."
 )
-HEADINGS = "max_length,max_prompt_length,untruncated,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
+HEADINGS = "max_length,max_prompt_length,untruncated,tokens kept,dropped,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
     "total": ("prompt + longer", {"color": COLORS[0], "linewidth": 1.8}),
     "prompt": ("prompt", {"color": INK, "linestyle": ":"}),
@@ -141,7 +138,7 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         prompt_length = row["max_prompt_length"]
         cells = [f"{mark}{row['max_length']:,}", f"{prompt_length:,}" if prompt_length else "not needed"]
         cells += [f"{row['untruncated']:.1%}", f"{row['tokens_kept']:.1%}"]
-        cells += [f"{row['no_signal']:,}", f"{row['dropped']:,}", f"{row['tokens'] / 1e6:,.2f} M"]
+        cells += [f"{row['dropped']:,}", f"{row['tokens'] / 1e6:,.2f} M"]
         candidates.append([*cells, f"{row['flops']:.2e}", f"x {row['relative_time']:.2f}"])
     return {
         "Tokens": percentiles,

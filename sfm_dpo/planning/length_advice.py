@@ -47,7 +47,6 @@ def measure_length(
     used = lengths.find_unused(trained, *limits, overlong) == ""
     cut = (truncated.responses < lengths.responses) & (truncated.responses.max(axis=1, keepdims=True) > 0)
     untruncated = (truncated.prompt == lengths.prompt) & (truncated.responses == lengths.responses).all(axis=1)
-    identical = (truncated.chosen == truncated.rejected) & (truncated.common_prefix >= truncated.chosen)
     sequences = truncated.select(used).sequences
     response_tokens = int(trained[used].sum())
     return {
@@ -55,7 +54,6 @@ def measure_length(
         "max_prompt_length": limits[1],
         "untruncated": float(untruncated.mean()),
         "tokens_kept": response_tokens / int(count(None, None).sum()),
-        "no_signal": int((identical & used).sum()),
         "dropped": int((~used).sum()),
         "overlong": int((~lengths.fit(*limits)).sum()),
         "cut": dict(zip(("chosen", "rejected"), cut.sum(axis=0).tolist(), strict=True)),

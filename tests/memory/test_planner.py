@@ -20,7 +20,7 @@ from tests.tiny_models import tiny_config
 
 RNG = np.random.default_rng(0)
 RESPONSES = np.exp(RNG.normal(5, 1, (2, 1024))).astype(np.int64).clip(4, 4000)
-LENGTHS = Lengths(np.full(1024, 50), *RESPONSES, np.zeros(1024, dtype=np.int64))
+LENGTHS = Lengths(np.full(1024, 50), *RESPONSES)
 
 
 def configuration(*fields: str):

@@ -18,7 +18,7 @@ from tests.toolbox import assistant, config_of, user, with_tool
 
 
 def lengths_of(kind: str, n: int) -> Lengths:
-    return Lengths(*sample_lengths(kind, n).values(), np.zeros(n, dtype=np.int64))
+    return Lengths(*sample_lengths(kind, n).values())
 
 
 def pair(i: int, chosen: str = "{} apples", rejected: str = "I do not know, {}") -> dict:
@@ -69,7 +69,7 @@ def slow_tokens(rows: list[dict], tokenizer) -> list[tuple[list, list, list]]:
 
 
 def slow_row(pairs, max_length: int, max_prompt_length: int | None, overlong: str = "truncate") -> dict:
-    whole = no_signal = dropped = responses = tokens = too_long = 0
+    whole = dropped = responses = tokens = too_long = 0
     cut = {"chosen": 0, "rejected": 0}
     for prompt, chosen, rejected in pairs:
         shown = prompt if max_prompt_length is None else prompt[-max_prompt_length:]
@@ -83,13 +83,11 @@ def slow_row(pairs, max_length: int, max_prompt_length: int | None, overlong: st
             continue
         sides = [(shown + side)[:max_length] for side in (chosen, rejected)]
         whole += sides == [prompt + chosen, prompt + rejected]
-        no_signal += sides[0] == sides[1]
         responses += sum(len(side) - len(shown) for side in sides)
         tokens += sum(map(len, sides))
     return {
         "untruncated": whole / len(pairs),
         "tokens_kept": responses / sum(len(c) + len(r) for _, c, r in pairs),
-        "no_signal": no_signal,
         "dropped": dropped,
         "overlong": too_long,
         "response_tokens": responses,
@@ -156,7 +154,7 @@ def sample(rare: int, count: int = 8, pairs: int = 200, prompt: int = 100) -> Le
     `prompt` tokens."""
     is_rare = np.arange(pairs) < count
     answers = np.where(is_rare, rare, 300)
-    return Lengths(np.where(is_rare, prompt, 100), answers, answers, np.zeros(pairs, dtype=np.int64))
+    return Lengths(np.where(is_rare, prompt, 100), answers, answers)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +202,6 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         "warning: the rejected response is the longer one in",
         "DPO will learn to prefer shorter answers; balance them by filter_script",
         "warning: 1 pairs are exact repeats of earlier ones: set drop_duplicates to pairs",
-        "warning: 1 pairs are identical on both sides after truncation and teach nothing: raise max_length",
         "warning: 44 prompts are not a token prefix",
         "warning: 1 pairs contain special tokens",
         "note: 1 of 47 rows dropped: chosen and rejected have different prompts, first in row 46 of",
