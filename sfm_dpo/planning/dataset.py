@@ -68,12 +68,6 @@ def analyze_dataset(
         limit=getattr(model_config.get_text_config(), "max_position_embeddings", None),
         overlong=args.overlong,
     )
-    best = result["recommendation"]
-    if best["overlong"]:
-        best["reason"] += (
-            f"\nWith overlong: truncate, {best['cut']['chosen']:,} chosen and {best['cut']['rejected']:,} rejected "
-            f"answers lose their end. With overlong: drop, {best['overlong']:,} pairs are left out."
-        )
     result["findings"] = _list_findings(result, texts, tokens, pairs)
     return result
 
@@ -113,7 +107,7 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pair
 
 NOTE = (
     "*: recommended. untruncated: pairs that lose no token. dropped: no response token is left or, with overlong: "
-    "drop, the pair is longer. tokens and FLOPs: per epoch, without padding. step time: relative to the recommendation."
+    "drop, the pair is longer. tokens, FLOPs: per epoch, without padding. step time: relative to the recommendation."
 )
 HEADINGS = "max_length,max_prompt_length,untruncated,tokens kept,dropped,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
@@ -124,37 +118,29 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
 }
 
 
-def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """For each table's title, its rows of cells; the first row holds the headings."""
+def format_analysis(result: dict[str, Any]) -> str:
+    """The analysis as text for a terminal; it ends with lines for a recipe."""
     sides = result["percentiles"]
-    percentiles = [["percentile", *(LINES[side][0] for side in sides)]]
+    percentiles = []
     for q in PERCENTILES:
         tokens = [f"{values[str(q)]:,}" for values in sides.values()]
         percentiles.append(["longest" if q == 100 else f"{q}%", *tokens])
     percentiles.append(["mean", *(f"{values['mean']:,.0f}" for values in sides.values())])
-    candidates = [HEADINGS]
+    best = result["recommendation"]
+    candidates = []
     for row in result["candidates"]:
-        mark = "* " if row["max_length"] == result["recommendation"]["max_length"] else ""
+        mark = "* " if row["max_length"] == best["max_length"] else ""
         prompt_length = row["max_prompt_length"]
         cells = [f"{mark}{row['max_length']:,}", f"{prompt_length:,}" if prompt_length else "not needed"]
         cells += [f"{row['untruncated']:.1%}", f"{row['tokens_kept']:.1%}"]
         cells += [f"{row['dropped']:,}", f"{row['tokens'] / 1e6:,.2f} M"]
         candidates.append([*cells, f"{row['flops']:.2e}", f"x {row['relative_time']:.2f}"])
-    return {
-        "Tokens": percentiles,
-        "What each max_length keeps and costs": candidates,
-    }
-
-
-def format_analysis(result: dict[str, Any]) -> str:
-    """The analysis as text for a terminal; it ends with lines for a recipe."""
-    findings = [f"  {finding['level']}: {finding['text']}" for finding in result["findings"]]
-    best = result["recommendation"]
     pairs = f"{result['pairs']:,} of {result['usable']:,} usable pairs"
-    parts = [f"{' + '.join(result['dataset'])}: {pairs}, tokens of {result['model']}"]
-    for title, rows in build_tables(result).items():
-        parts.append(f"{title}\n{format_table(rows[1:], rows[0], 'r')}")
-    parts += [
+    findings = [f"  {finding['level']}: {finding['text']}" for finding in result["findings"]]
+    parts = [
+        f"{' + '.join(result['dataset'])}: {pairs}, tokens of {result['model']}",
+        f"Tokens\n{format_table(percentiles, ['percentile', *(LINES[side][0] for side in sides)], 'r')}",
+        f"What each max_length keeps and costs\n{format_table(candidates, HEADINGS, 'r')}",
         NOTE,
         "\n".join(["Findings", *findings]),
         f"Recommendation: max_length {best['max_length']:,}\n{best['reason']}",
