@@ -16,6 +16,7 @@ from datasets.builder import Key
 from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from datasets.packaged_modules.json.json import Json
+from huggingface_hub.utils import chunk_iterable
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import DISK_REMEDIES, RunEnd, UserError, user_input
@@ -136,17 +137,14 @@ class JsonRows(Json):
 
     def _generate_tables(self, base_files, files_iterables, original_files) -> Iterator[tuple[Key, pa.Table]]:
         for shard, files in enumerate(files_iterables):
-            chunks = (chunk for file in files for chunk in read_rows(file, original_files[shard]))
-            for number, chunk in enumerate(chunks):
-                yield Key(shard, number), pa.table({JSON_COLUMN: chunk})
+            rows = (row for file in files for row in read_rows(file, original_files[shard]))
+            for number, chunk in enumerate(chunk_iterable(rows, 1000)):
+                yield Key(shard, number), pa.table({JSON_COLUMN: list(chunk)})
 
 
-def read_rows(file: str, name: str) -> Iterator[list[str]]:
-    """The rows of a file (one object per line, or a list of objects) as JSON text, in lists of about 10 MiB.
-
-    Raises UserError with the file's `name` and the line that is not UTF-8, not JSON, or not an object."""
-    rows: list[str] = []
-    size = 0
+def read_rows(file: str, name: str) -> Iterator[str]:
+    """The rows of a file (one object per line, or a list of objects) as JSON text. Raises UserError with the file's
+    `name` and the line that is not UTF-8, not JSON, or not an object."""
     with open(file, "rb") as stream:
         is_list = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
         stream.seek(0)
@@ -164,11 +162,4 @@ def read_rows(file: str, name: str) -> Iterator[list[str]]:
             except (ValueError, RecursionError) as error:
                 where = "" if is_list else f"line {number}: "
                 raise UserError(f"dataset_name {name}: {where}{error}") from error
-            rows += map(json.dumps, objects) if is_list else [text]
-            size += len(line)
-            if size > 10 * 2**20:
-                yield rows
-                rows = []
-                size = 0
-    if rows:
-        yield rows
+            yield from map(json.dumps, objects) if is_list else [text]
