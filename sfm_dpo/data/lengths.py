@@ -53,10 +53,6 @@ class Lengths:
         left = max_length - prompt
         return Lengths(prompt, np.minimum(self.chosen, left), np.minimum(self.rejected, left))
 
-    def fit(self, max_length: int | None, max_prompt_length: int | None = None) -> np.ndarray:
-        """[N] bool: whether both sequences have at most `max_length` tokens, the prompt cut to `max_prompt_length`."""
-        return self.truncate(None, max_prompt_length).total <= (max_length or np.inf)
-
     def find_unused(
         self, trained: np.ndarray, max_length: int | None, max_prompt_length: int | None, overlong: str
     ) -> np.ndarray:
@@ -65,7 +61,7 @@ class Lengths:
         reasons = np.full(len(self), "", dtype=object)
         reasons[trained.min(axis=1) == 0] = "prompt_too_long"
         if overlong == "drop":
-            reasons[~self.fit(max_length, max_prompt_length)] = "too_long"
+            reasons[self.truncate(None, max_prompt_length).total > (max_length or np.inf)] = "too_long"
         return reasons
 
     def select(self, rows: np.ndarray) -> "Lengths":

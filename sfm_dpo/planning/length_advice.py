@@ -45,7 +45,6 @@ def measure_length(
     truncated = lengths.truncate(*limits)
     trained = count(*limits)
     used = lengths.find_unused(trained, *limits, overlong) == ""
-    cut = (truncated.responses < lengths.responses) & (truncated.responses.max(axis=1, keepdims=True) > 0)
     untruncated = (truncated.prompt == lengths.prompt) & (truncated.responses == lengths.responses).all(axis=1)
     sequences = truncated.select(used).sequences
     response_tokens = int(trained[used].sum())
@@ -55,8 +54,6 @@ def measure_length(
         "untruncated": float(untruncated.mean()),
         "tokens_kept": response_tokens / int(count(None, None).sum()),
         "dropped": int((~used).sum()),
-        "overlong": int((~lengths.fit(*limits)).sum()),
-        "cut": dict(zip(("chosen", "rejected"), cut.sum(axis=0).tolist(), strict=True)),
         "response_tokens": response_tokens,
         "tokens": int(sequences.sum()),
         "flops": FORWARDS * forward_flops(torch.from_numpy(sequences.ravel()), response_tokens),
@@ -149,11 +146,6 @@ def explain_choice(lengths: Lengths, shortest: Row | None, best: Row, wanted: st
     if best["max_prompt_length"]:
         full = np.count_nonzero(lengths.prompt >= best["max_length"])
         reason += f" Without max_prompt_length, {full:,} pairs would be left without a response."
-    if best["overlong"]:
-        reason += (
-            f"\nWith overlong: truncate, {best['cut']['chosen']:,} chosen and {best['cut']['rejected']:,} rejected "
-            f"answers lose their end. With overlong: drop, {best['overlong']:,} pairs are left out."
-        )
     return reason
 
 
