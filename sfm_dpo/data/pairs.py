@@ -85,11 +85,6 @@ class Pairs:
         rows = sorted(self.dropped_rows, key=lambda row: (row["source"], row["row"]))
         write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
-    @property
-    def control_tokens(self) -> int:
-        """Pairs of `train` whose texts contain special tokens of the tokenizer."""
-        return int(np.sum(self.train["control_tokens"][:]))
-
     def held_out(self) -> dict[str, Dataset]:
         return {name: tokens for name, tokens in self.splits.items() if name != "train"}
 
@@ -100,8 +95,6 @@ class Pairs:
         if undrawn := self.rows - len(self.dropped_rows) - used:
             rows.append(("not drawn (max_samples, fraction)", f"{undrawn:,}"))
         rows.append(("pairs to train on", f"{len(self.train):,}"))
-        if control_tokens := self.control_tokens:
-            rows.append(("of these, with special tokens in their texts", f"{control_tokens:,}"))
         rows += [("caution", text) for text in describe_ignored(self.train).values()]
         rows += [(f"pairs held out: {name}", f"{len(tokens):,}") for name, tokens in self.held_out().items()]
         return format_table(rows)

@@ -197,7 +197,7 @@ def tokenize_splits(texts: Pairs, tokenizer: PreTrainedTokenizerBase, **options:
     pairs = Pairs(splits, texts.sources, texts.rows, dropped, options.get("template_date"))
     if tokenizer.chat_template and isinstance(texts.train[0]["prompt"], str):
         advice = 'to use it, write each prompt as [{"role": "user", "content": "..."}]'
-        if pairs.control_tokens > len(pairs.train) / 2:
+        if np.mean(pairs.train["control_tokens"][:]) > 0.5:
             advice = "it has special tokens, as if rendered already, and gets one BOS and one EOS"
         where = f"dataset_name {', '.join(texts.sources)}"
         log.warning(f"{where}: plain text is trained without the model's chat template; {advice}")
