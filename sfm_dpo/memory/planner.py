@@ -196,7 +196,6 @@ def asked_pairs(args: TrainConfig) -> int | None:
 
 
 def asks_layers(args: TrainConfig) -> bool:
-    """Whether a configuration says how many layers are checkpointed."""
     return args.gradient_checkpointing is not None or args.checkpointed_layers is not None
 
 
