@@ -111,9 +111,8 @@ class PairSampler(Sampler[int]):
                 f"global_batch_size {args.global_batch_size}: there are only {len(lengths)} pairs to train on, fewer "
                 f"than one optimizer step needs; {advise_batch(args, len(lengths))}"
             )
-        strategy = args.train_sampling_strategy
         seed = args.seed if args.data_seed is None else args.data_seed
-        sampler = cls(lengths, strategy, args.global_batch_size, micro_batch, seed, packed, shared)
+        sampler = cls(lengths, args.train_sampling_strategy, args.global_batch_size, micro_batch, seed, packed, shared)
         epochs = args.num_train_epochs
         if args.max_steps > 0:
             epochs = args.max_steps * args.global_batch_size / len(sampler)
