@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallb
 from sfm_dpo.common.distributed import disable_deepspeed_shm, load_only_tensors, main_process_first, on_main_process
 from sfm_dpo.common.errors import PreflightDone, StopRequested
 from sfm_dpo.config.fields import Config, parse_config
-from sfm_dpo.data.pairs import TokenPairs
+from sfm_dpo.data.pairs import Pairs
 from sfm_dpo.data.tokenization import load_data
 from sfm_dpo.evaluation.eval_command import EvalCommand
 from sfm_dpo.fit.fit import first_facts, fit
@@ -97,7 +97,7 @@ def build_trainer(
     trainer_class: type[SFMDPOTrainer],
     config: Config,
     facts: RunFacts,
-    pairs: TokenPairs,
+    pairs: Pairs,
     tokenizer: PreTrainedTokenizerBase,
     progress: Progress,
 ) -> SFMDPOTrainer:

@@ -62,8 +62,7 @@ def measure(strategy: str, lengths: Lengths) -> list[float]:
 def main(argv: list[str]) -> None:
     Arguments(description=__doc__).parse_args(argv)
     limit = MAX_LENGTH["think"]
-    columns = {f"{name}_length": tokens for name, tokens in sample_lengths("think", PAIRS).items()}
-    lengths = Lengths.from_columns(columns).truncate(limit, limit // 2)
+    lengths = Lengths(**sample_lengths("think", PAIRS)).truncate(limit, limit // 2)
     print(f"{PAIRS:,} pairs, {RANKS} ranks x {PER_DEVICE}, max_length {limit:,}; {', '.join(MODELS)}")
     for strategy in ("random", "stock", "batch_rebalance"):
         neox, olmo, peak = measure(strategy, lengths)

@@ -43,12 +43,12 @@ def main(argv: list[str]) -> None:
     os.environ.update(CPU_ONLY)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
     from sfm_dpo.config.fields import parse_config
+    from sfm_dpo.data.preferences import list_sources
     from sfm_dpo.planning.dataset import analyze_dataset, draw_lengths, format_analysis
 
     processes = f"--dataset_num_proc={len(os.sched_getaffinity(0))}"
     config = parse_config([processes, *fields], training=False)  # the last one counts
-    datasets = [entry.path for entry in config.data.datasets] or [str(config.train.dataset_name)]
-    places = {Path(dataset).expanduser().resolve() for dataset in datasets}
+    places = {Path(entry.path).expanduser().resolve() for entry in list_sources(config)}
     for file in filter(None, (args.json, args.dropped)):
         if not places.isdisjoint((file.resolve(), *file.resolve().parents)):
             raise UserError(f"{file}: is the dataset itself, or in its folder; choose another file")

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from sfm_dpo.common.cli import Arguments, command, number, reads_runs
-from sfm_dpo.common.errors import UserError, user_input
+from sfm_dpo.common.errors import user_input
 from sfm_dpo.health.guard import continue_prompts
 from sfm_dpo.model.loading import load_model
 from sfm_dpo.run.saved_model import find_model, find_run
@@ -48,9 +48,6 @@ def main(argv: list[str]) -> None:
 
 
 def load(name: str, revision: str | None = None) -> tuple:
-    folder = Path(name)
-    if not folder.exists() and folder.parent.is_dir() and folder.name != name:
-        raise UserError(f"{name}: no such folder; give a run, a model's folder or its id on the Hub")
     dtype = "auto" if torch.cuda.is_available() else "float32"  # bf16 is slow on CPU
     with user_input(f"{name}: neither a folder with a model nor a model on the Hub"):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)

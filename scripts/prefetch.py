@@ -18,6 +18,7 @@ from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import user_input
 from sfm_dpo.config.checks import read_eval_sets
 from sfm_dpo.config.fields import parse_config
+from sfm_dpo.data.preferences import list_sources
 from sfm_dpo.data.sources import explain_cache_errors, load_rows
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.model.loading import find_base
@@ -41,12 +42,9 @@ def main(argv: list[str]) -> None:
                 folder = snapshot_download(name, revision=revision, allow_patterns=files)
             print(f"model {name}: {folder}", flush=True)
     if options.download_only:
-        args = config.train
-        single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
-        held_out = [DatasetConfig(**entry) for entry in read_eval_sets(args.eval_datasets).values()]
-        for entry in [*(config.data.datasets or [single]), *held_out]:
-            rows = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
-            print(f"data {entry.path}: {len(rows):,} rows", flush=True)
+        held_out = [DatasetConfig(**entry) for entry in read_eval_sets(config.train.eval_datasets).values()]
+        for entry in [*list_sources(config), *held_out]:
+            print(f"data {entry.path}: {len(load_rows(entry)):,} rows", flush=True)
         return
     pairs = load_token_pairs(config, load_tokenizer(config))
     print(f"data\n{pairs.table()}")

@@ -17,7 +17,7 @@ from sfm_dpo.common.errors import DISK_REMEDIES, DiskFull, Interrupted, Prefligh
 from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.fields import Config
-from sfm_dpo.data.pairs import TokenPairs
+from sfm_dpo.data.pairs import Pairs
 from sfm_dpo.evaluation.eval_command import EvalCommand
 from sfm_dpo.hub.upload import push_finished
 from sfm_dpo.report.model_card import write_model_card
@@ -119,7 +119,7 @@ class TrainingRun:
         self.watchdog = Watchdog(folder, config.train.hang_timeout, config.train.ddp_timeout, self.progress)
         return start
 
-    def record(self, facts: RunFacts, config: Config | None = None, pairs: TokenPairs | None = None) -> None:
+    def record(self, facts: RunFacts, config: Config | None = None, pairs: Pairs | None = None) -> None:
         """Writes data.json; the first time, with `config` and `pairs`, also the folder's other files of a start."""
         self.facts = facts
         if not is_main_process():

@@ -1,7 +1,6 @@
 """Lengths of pairs in tokens: whole, truncated, as training computes them, and without the results of tools."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from datasets import Dataset
@@ -11,24 +10,17 @@ from sfm_dpo.data.pairs import PARTS
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of N pairs, each field [N] int64; `common_prefix` counts the tokens with which both responses begin."""
+    """Tokens of N pairs, each field [N] int64."""
 
     prompt: np.ndarray
     chosen: np.ndarray
     rejected: np.ndarray
-    common_prefix: np.ndarray
 
     @classmethod
     def of(cls, tokens: Dataset) -> "Lengths":
-        names = [name for name in tokens.column_names if name.endswith("_length")]
-        return cls.from_columns(tokens.select_columns(names).with_format("numpy")[:])
-
-    @classmethod
-    def from_columns(cls, columns: Mapping[str, np.ndarray]) -> "Lengths":
-        """From the columns prompt_length, chosen_length, rejected_length and shared_length (0 if missing)."""
-        prompt, chosen, rejected = (columns[f"{name}_length"].astype(np.int64) for name in PARTS)
-        common_prefix = columns.get("shared_length", np.zeros_like(prompt))
-        return cls(prompt, chosen, rejected, common_prefix.astype(np.int64))
+        names = [f"{part}_length" for part in PARTS]
+        columns = tokens.select_columns(names).with_format("numpy")[:]
+        return cls(*(columns[name].astype(np.int64) for name in names))
 
     @property
     def total(self) -> np.ndarray:
@@ -56,14 +48,10 @@ class Lengths:
         """The last `max_prompt_length` tokens of each prompt, then the first `max_length` of each sequence."""
         prompt = self.prompt if max_prompt_length is None else np.minimum(self.prompt, max_prompt_length)
         if max_length is None:
-            return Lengths(prompt, self.chosen, self.rejected, self.common_prefix)
+            return Lengths(prompt, self.chosen, self.rejected)
         prompt = np.minimum(prompt, max_length)
         left = max_length - prompt
-        return Lengths(prompt, *(np.minimum(side, left) for side in (self.chosen, self.rejected, self.common_prefix)))
-
-    def fit(self, max_length: int | None, max_prompt_length: int | None = None) -> np.ndarray:
-        """[N] bool: whether both sequences have at most `max_length` tokens, the prompt cut to `max_prompt_length`."""
-        return self.truncate(None, max_prompt_length).total <= (max_length or np.inf)
+        return Lengths(prompt, np.minimum(self.chosen, left), np.minimum(self.rejected, left))
 
     def find_unused(
         self, trained: np.ndarray, max_length: int | None, max_prompt_length: int | None, overlong: str
@@ -73,12 +61,12 @@ class Lengths:
         reasons = np.full(len(self), "", dtype=object)
         reasons[trained.min(axis=1) == 0] = "prompt_too_long"
         if overlong == "drop":
-            reasons[~self.fit(max_length, max_prompt_length)] = "too_long"
+            reasons[self.truncate(None, max_prompt_length).total > (max_length or np.inf)] = "too_long"
         return reasons
 
     def select(self, rows: np.ndarray) -> "Lengths":
         """The pairs selected by a mask [N] or by indices."""
-        return Lengths(*(getattr(self, field.name)[rows] for field in fields(self)))
+        return Lengths(self.prompt[rows], self.chosen[rows], self.rejected[rows])
 
 
 def count_trained(tokens: Dataset, max_length: int | None, max_prompt_length: int | None = None) -> np.ndarray:

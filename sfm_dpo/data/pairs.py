@@ -42,20 +42,17 @@ FILTERS = ("script", "duplicate", "too_long")  # they drop usable pairs on reque
 
 @dataclass(frozen=True)
 class Pairs:
-    """Usable pairs in the columns of preferences.py, and the other rows of their sources."""
+    """Usable pairs in the columns of preferences.py or, as token ids, of tokenization.py; and the other rows."""
 
-    splits: dict[str, Dataset]  # `train`, and HELD_OUT with eval_fraction
+    splits: dict[str, Dataset]  # `train`, HELD_OUT with eval_fraction, and as token ids the sets of eval_datasets
     sources: list[str]
     rows: int  # number of rows read from `sources`
     dropped_rows: list[dict[str, Any]]  # row, source, and reason (a key of DROP_REASONS) with its detail
+    template_date: str | None = None  # which strftime_now of the chat template tells
 
     @property
     def train(self) -> Dataset:
         return self.splits["train"]
-
-    @property
-    def drawn(self) -> int:
-        return sum(map(len, self.splits.values()))
 
     @property
     def dropped(self) -> Counter[str]:
@@ -88,36 +85,16 @@ class Pairs:
         rows = sorted(self.dropped_rows, key=lambda row: (row["source"], row["row"]))
         write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
-
-@dataclass(frozen=True)
-class TokenPairs(Pairs):
-    """Pairs in the columns of tokenization.py; `splits` also holds the sets of eval_datasets, by name."""
-
-    texts: Pairs
-    template_date: str | None = None  # which strftime_now of the chat template tells
-
-    def check_dropped(self, limit: float) -> None:
-        """As Pairs, also of the rows that were tokenized: max_samples, fractions and filters leave out others."""
-        super().check_dropped(limit)
-        late = self.dropped_rows[len(self.texts.dropped_rows) :]
-        Pairs(self.splits, self.sources, self.texts.drawn, late).check_dropped(limit)
-
-    @property
-    def control_tokens(self) -> int:
-        """Pairs of `train` whose texts contain special tokens of the tokenizer."""
-        return int(np.sum(self.train["control_tokens"][:]))
-
     def held_out(self) -> dict[str, Dataset]:
         return {name: tokens for name, tokens in self.splits.items() if name != "train"}
 
     def table(self) -> str:
         rows = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
         rows += [(f"dropped: {self.explain(reason)}", f"{n:,}") for reason, n in self.dropped.items()]
-        if self.texts.drawn + len(self.texts.dropped_rows) < self.rows:
-            rows.append(("drawn from the usable pairs (max_samples, fraction)", f"{self.texts.drawn:,}"))
+        used = len(self.train) + len(self.splits.get(HELD_OUT, ()))
+        if undrawn := self.rows - len(self.dropped_rows) - used:
+            rows.append(("not drawn (max_samples, fraction)", f"{undrawn:,}"))
         rows.append(("pairs to train on", f"{len(self.train):,}"))
-        if control_tokens := self.control_tokens:
-            rows.append(("of these, with special tokens in their texts", f"{control_tokens:,}"))
         rows += [("caution", text) for text in describe_ignored(self.train).values()]
         rows += [(f"pairs held out: {name}", f"{len(tokens):,}") for name, tokens in self.held_out().items()]
         return format_table(rows)

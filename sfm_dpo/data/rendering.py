@@ -3,11 +3,11 @@ where the results of tool calls are in it: they are context, not the model's wor
 
 import itertools
 import json
-import re
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import datetime
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,11 +36,7 @@ def frozen_clock(date: str | None) -> AbstractContextManager:
 
 def make_renderer(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
     arguments = json.loads(pair.get("template") or "{}")
-
-    def render(messages: list[dict[str, Any]], **options: Any) -> Any:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **arguments, **options)
-
-    return render
+    return partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
 
 
 def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str] | str:
@@ -111,13 +107,10 @@ def is_printed(value: Any, rendered: str, before: str = "") -> bool:
     text = value.strip() if isinstance(value, str) else ""
     if not text or rendered.count(text) > before.count(text):
         return True
-    # Templates write texts as JSON, and change tags and white space, as a rule around thoughts
+    # Templates write texts as JSON, and change white space, as a rule around thoughts
     forms = [text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]]
     rendered, before, *forms = ("".join(each.split()) for each in (rendered, before, *forms))
-    if any(rendered.count(form) > before.count(form) for form in forms):
-        return True
-    parts = re.split("<[^<>]*>", text)
-    return len(parts) > 1 and all(is_printed(part, rendered, before) for part in parts)
+    return any(rendered.count(form) > before.count(form) for form in forms)
 
 
 def list_texts(pair: dict[str, Any], eos: str) -> list[str]:

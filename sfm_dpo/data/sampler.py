@@ -6,6 +6,7 @@ sampler emits a step's micro-batches in that order. ORDER_VERSION goes into ever
 the order is the same.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator
@@ -101,7 +102,6 @@ class PairSampler(Sampler[int]):
         self.layout = Layout.of(self.lengths, self.packed, self.shared)
         self.epoch = 0
         self.is_over = False  # no step is left to train
-        self._steps: dict[int, np.ndarray] = {}  # steps of the most recent epoch
 
     @classmethod
     def of(cls, lengths: Lengths, args: TrainConfig, micro_batch: int, packed: bool, shared: bool) -> "PairSampler":
@@ -111,9 +111,8 @@ class PairSampler(Sampler[int]):
                 f"global_batch_size {args.global_batch_size}: there are only {len(lengths)} pairs to train on, fewer "
                 f"than one optimizer step needs; {advise_batch(args, len(lengths))}"
             )
-        strategy = args.train_sampling_strategy
         seed = args.seed if args.data_seed is None else args.data_seed
-        sampler = cls(lengths, strategy, args.global_batch_size, micro_batch, seed, packed, shared)
+        sampler = cls(lengths, args.train_sampling_strategy, args.global_batch_size, micro_batch, seed, packed, shared)
         epochs = args.num_train_epochs
         if args.max_steps > 0:
             epochs = args.max_steps * args.global_batch_size / len(sampler)
@@ -130,13 +129,9 @@ class PairSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
+    @functools.lru_cache(maxsize=1)  # noqa: B019  (ordering takes a second, and the last sampler stays anyway)
     def steps(self, epoch: int) -> np.ndarray:
         """The rows [S, global_batch] of the optimizer steps of an epoch."""
-        if epoch not in self._steps:
-            self._steps = {epoch: self._order_steps(epoch)}
-        return self._steps[epoch]
-
-    def _order_steps(self, epoch: int) -> np.ndarray:
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.lengths))[: len(self)]
         steps = order.reshape(-1, self.global_batch)
         return self._put_largest_first(steps) if epoch == 0 else steps

@@ -16,6 +16,8 @@ from datasets.builder import Key
 from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from datasets.packaged_modules.json.json import Json
+from huggingface_hub.utils import chunk_iterable
+from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import DISK_REMEDIES, RunEnd, UserError, user_input
 
@@ -43,27 +45,21 @@ def explain_cache_errors(folder: Path | None = None, end: type[RunEnd] = UserErr
         raise end(f"HF_HOME: {path}: {cause.strerror}; {remedy}") from error
 
 
-def load_rows(
-    path: str,
-    name: str | None = None,
-    split: str = "train",
-    data_dir: str | None = None,
-    data_files: Any = None,
-) -> Dataset:
+def load_rows(entry: DatasetConfig) -> Dataset:
     """All rows and columns of a split, from a local .json/.jsonl/.parquet file, a folder of such files or of
-    `save_to_disk`, or a Hub id; the arguments are those of `datasets.load_dataset`, and `name` may be a subfolder.
-    Raises UserError for what cannot be read."""
+    `save_to_disk`, or a Hub id; an entry's `name` may be a subfolder. Raises UserError for what cannot be read."""
+    path = entry.path
     local = Path(path).expanduser()
     if os.path.exists(local):  # Path.exists would raise in a folder without permission
-        if given := data_dir or data_files:
+        if given := entry.data_dir or entry.data_files:
             raise UserError(f"dataset_name {path}: a local file or folder has no {given}; remove it")
-        return _load_local(local, split, name)
+        return _load_local(local, entry.split, entry.name)
     if local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder; check the path")
     offline = "if this machine has no network, run scripts/prefetch.py on one that has"
     remedy = f"{offline}; a gated or private dataset needs HF_TOKEN"
     with user_input(f"dataset_name {path}: not a local file, and not loaded from the Hub", remedy):
-        return _load_any(path, name, split=split, data_dir=data_dir, data_files=data_files)
+        return _load_any(path, entry.name, split=entry.split, data_dir=entry.data_dir, data_files=entry.data_files)
 
 
 def column_names(rows: Dataset) -> list[str]:
@@ -141,17 +137,14 @@ class JsonRows(Json):
 
     def _generate_tables(self, base_files, files_iterables, original_files) -> Iterator[tuple[Key, pa.Table]]:
         for shard, files in enumerate(files_iterables):
-            chunks = (chunk for file in files for chunk in read_rows(file, original_files[shard]))
-            for number, chunk in enumerate(chunks):
-                yield Key(shard, number), pa.table({JSON_COLUMN: chunk})
+            rows = (row for file in files for row in read_rows(file, original_files[shard]))
+            for number, chunk in enumerate(chunk_iterable(rows, 1000)):
+                yield Key(shard, number), pa.table({JSON_COLUMN: list(chunk)})
 
 
-def read_rows(file: str, name: str) -> Iterator[list[str]]:
-    """The rows of a file (one object per line, or a list of objects) as JSON text, in lists of about 10 MiB.
-
-    Raises UserError with the file's `name` and the line that is not UTF-8, not JSON, or not an object."""
-    rows: list[str] = []
-    size = 0
+def read_rows(file: str, name: str) -> Iterator[str]:
+    """The rows of a file (one object per line, or a list of objects) as JSON text. Raises UserError with the file's
+    `name` and the line that is not UTF-8, not JSON, or not an object."""
     with open(file, "rb") as stream:
         is_list = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
         stream.seek(0)
@@ -169,11 +162,4 @@ def read_rows(file: str, name: str) -> Iterator[list[str]]:
             except (ValueError, RecursionError) as error:
                 where = "" if is_list else f"line {number}: "
                 raise UserError(f"dataset_name {name}: {where}{error}") from error
-            rows += map(json.dumps, objects) if is_list else [text]
-            size += len(line)
-            if size > 10 * 2**20:
-                yield rows
-                rows = []
-                size = 0
-    if rows:
-        yield rows
+            yield from map(json.dumps, objects) if is_list else [text]

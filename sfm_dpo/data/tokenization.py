@@ -29,7 +29,7 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config.checks import read_eval_sets
 from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.pairs import PARTS, Pairs, TokenPairs, drop_rows
+from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs
 from sfm_dpo.data.rendering import (
     REFUSALS,
@@ -44,13 +44,12 @@ from sfm_dpo.model.loading import load_model_config
 
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
 # span or a drop reason.
-TOKENS_VERSION = 11
+TOKENS_VERSION = 12
 # Rows per tokenizer call: it needs about 300 bytes per token besides the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 _TOKENS = Features(
     {f"{part}_ids": List(Value("int32")) for part in PARTS}
     | {f"{part}_length": Value("int32") for part in PARTS}
-    | {"shared_length": Value("int32")}  # number of first tokens that both responses share
     | {"control_tokens": Value("bool")}  # whether its texts contain special tokens, which act like the template's own
     | {"masked": List(List(Value("int32")))}  # spans of tool results: side (0 chosen, 1 rejected), first id, end
     | {"prompt_trimmed": Value("int32")}  # tokens cut from the prompt's end, where prompt+response diverges
@@ -119,7 +118,7 @@ def check_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         raise UserError(f"ref_model_name_or_path {name}: its chat template differs; copy the policy's into its folder")
 
 
-def load_data(config: Config, recorded_date: str | None = None) -> tuple[TokenPairs, PreTrainedTokenizerBase]:
+def load_data(config: Config, recorded_date: str | None = None) -> tuple[Pairs, PreTrainedTokenizerBase]:
     """The pairs of a run, the same on all ranks, and its tokenizer. `recorded_date`: `template_date` of
     the run to resume. All ranks must call it. Raises UserError for data that the model cannot take."""
     tokenizer = load_tokenizer(config)
@@ -152,9 +151,7 @@ def choose_date(tokenizer: PreTrainedTokenizerBase, date: str | None) -> str | N
     return day.isoformat()
 
 
-def load_token_pairs(
-    config: Config, tokenizer: PreTrainedTokenizerBase, template_date: str | None = None
-) -> TokenPairs:
+def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase, template_date: str | None = None) -> Pairs:
     """The pairs of a run as token ids: train and eval split, and the sets of eval_datasets. `template_date`: from
     choose_date, if another run or process has called it. Raises UserError for data that cannot be used."""
     args = config.train
@@ -173,12 +170,16 @@ def load_token_pairs(
     return dataclasses.replace(pairs, splits=pairs.splits | eval_sets)
 
 
-def _tokenize(texts: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase, date: str | None) -> TokenPairs:
+def _tokenize(texts: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase, date: str | None) -> Pairs:
     texts.check_dropped(args.max_dropped_fraction)
     names = "max_length max_prompt_length overlong mask_tool_results".split()
     fields = {name: getattr(args, name) for name in names}
     pairs = tokenize_splits(texts, tokenizer, num_proc=args.dataset_num_proc, template_date=date, **fields)
     pairs.check_dropped(args.max_dropped_fraction)
+    # Also of the rows that were tokenized: max_samples, fractions and filters leave out others
+    late = pairs.dropped_rows[len(texts.dropped_rows) :]
+    drawn = sum(map(len, texts.splits.values()))
+    dataclasses.replace(pairs, rows=drawn, dropped_rows=late).check_dropped(args.max_dropped_fraction)
     # Flattened here: otherwise every rank would rewrite the rows when the trainer adds columns
     # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: rewrites even a flat dataset, and no public
     # name says whether it is flat. Canary: test_canary_datasets_indices
@@ -186,17 +187,17 @@ def _tokenize(texts: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBas
     return dataclasses.replace(pairs, splits=flat)
 
 
-def tokenize_splits(texts: Pairs, tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenPairs:
+def tokenize_splits(texts: Pairs, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Pairs:
     """Each split as token ids; `options` are those of tokenize_pairs."""
     splits = {}
     dropped = list(texts.dropped_rows)
     for name, split in texts.splits.items():
         splits[name], unusable = tokenize_pairs(split, tokenizer, **options)
         dropped += unusable
-    pairs = TokenPairs(splits, texts.sources, texts.rows, dropped, texts, options.get("template_date"))
+    pairs = Pairs(splits, texts.sources, texts.rows, dropped, options.get("template_date"))
     if tokenizer.chat_template and isinstance(texts.train[0]["prompt"], str):
         advice = 'to use it, write each prompt as [{"role": "user", "content": "..."}]'
-        if pairs.control_tokens > len(pairs.train) / 2:
+        if np.mean(pairs.train["control_tokens"][:]) > 0.5:
             advice = "it has special tokens, as if rendered already, and gets one BOS and one EOS"
         where = f"dataset_name {', '.join(texts.sources)}"
         log.warning(f"{where}: plain text is trained without the model's chat template; {advice}")
@@ -239,14 +240,11 @@ def tokenize_pairs(
     )
     if max_prompt_length:
         tokens = _cut_prompts(tokens, max_prompt_length, num_proc)
-    names = ["prompt_length", "chosen_length", "rejected_length", "dropped"]
-    columns = tokens.select_columns(names).with_format("numpy")[:]
-    reasons = np.asarray(columns["dropped"], dtype=object)
-    is_empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
-    reasons[(reasons == "") & is_empty] = "empty_response"
+    lengths = Lengths.of(tokens)
+    reasons = np.asarray(tokens["dropped"][:], dtype=object)
+    reasons[(reasons == "") & (lengths.responses.min(axis=1) == 0)] = "empty_response"
     if max_length is not None:
-        trained = count_trained(tokens, max_length)
-        unused = Lengths.from_columns(columns).find_unused(trained, max_length, None, overlong)
+        unused = lengths.find_unused(count_trained(tokens, max_length), max_length, None, overlong)
         reasons = np.where(reasons == "", unused, reasons)
     usable, dropped = drop_rows(tokens, reasons)
     return usable.remove_columns("dropped"), dropped
@@ -325,7 +323,6 @@ def _split_ids(prompt: list[int], prompt_chosen: list[int], prompt_rejected: lis
     ids = {"prompt": prompt[:start], "chosen": prompt_chosen[start:], "rejected": prompt_rejected[start:]}
     row: dict[str, Any] = {f"{part}_ids": ids[part] for part in PARTS}
     row |= {f"{part}_length": len(ids[part]) for part in PARTS}
-    row["shared_length"] = common_prefix_length(ids["chosen"], ids["rejected"])
     row["masked"] = []
     row["prompt_trimmed"] = len(prompt) - start
     # A template may strip white space or leave out the text in which the two sides differ.

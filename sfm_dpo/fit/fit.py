@@ -19,7 +19,7 @@ from sfm_dpo.common.process import available_memory, resident_bytes
 from sfm_dpo.config.checks import check_length_of_run
 from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.data.pairs import TokenPairs
+from sfm_dpo.data.pairs import Pairs
 from sfm_dpo.fit.calibration import (
     PathError,
     base_policy,
@@ -49,7 +49,7 @@ AIM = 0.97  # of the limit, until a setting has been measured to fit
 CPU_RATIO = 2.0
 
 
-def first_facts(config: Config, pairs: TokenPairs, before: Before) -> RunFacts:
+def first_facts(config: Config, pairs: Pairs, before: Before) -> RunFacts:
     """The facts of a start, before its model is loaded: with the settings of the run that it resumes or, where those
     cannot be kept, provisional ones. All ranks must call it. Raises UserError if the checkpoint is another run's."""
     args = config.train

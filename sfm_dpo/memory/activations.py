@@ -96,7 +96,6 @@ def _trace(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, pa
 
 
 def count_kinds(config: PretrainedConfig) -> Counter[str]:
-    """Layers of each kind."""
     return Counter(getattr(config, "layer_types", None) or ["block"] * config.num_hidden_layers)
 
 

@@ -177,7 +177,12 @@ class MemoryPlanner:
         """The candidate of least work that is as configured and fits into `limit` bytes; if none fits, the smallest.
         One that must take as much as one of `failed` is chosen only if all must."""
         every = self.list_candidates(states, ratio)
-        choice = choose_candidate(every, limit, self.config.train, failed)
+        pairs = asked_pairs(self.config.train)
+        layers = asked_layers(self.config.train, every[0].layers)
+        asked = [c for c in every if pairs in (None, c.per_device) and layers in (None, c.checkpointed_layers)]
+        left = [candidate for candidate in asked if not any(map(candidate.takes_as_much, failed))] or asked
+        fitting = [candidate for candidate in left if candidate.bytes <= limit]
+        choice = fitting[0] if fitting else min(left, key=lambda candidate: candidate.bytes)
         enough = choice.bytes - (choice.bytes - states) / 10  # one more checkpointed layer may save too little
         smaller = next((other.options for other in every if other.bytes < enough), None)
         return replace(choice, smaller=smaller)
@@ -191,7 +196,6 @@ def asked_pairs(args: TrainConfig) -> int | None:
 
 
 def asks_layers(args: TrainConfig) -> bool:
-    """Whether a configuration says how many layers are checkpointed."""
     return args.gradient_checkpointing is not None or args.checkpointed_layers is not None
 
 
@@ -206,15 +210,3 @@ def asked_layers(args: TrainConfig, layers: int) -> int | None:
     if not args.gradient_checkpointing:
         return 0
     return layers if count is None else count
-
-
-def choose_candidate(
-    candidates: list[Candidate], limit: float, args: TrainConfig, failed: Sequence[Candidate] = ()
-) -> Candidate:
-    """`MemoryPlanner.choose` from `candidates`, least work first."""
-    pairs = asked_pairs(args)
-    layers = asked_layers(args, candidates[0].layers)
-    asked = [c for c in candidates if pairs in (None, c.per_device) and layers in (None, c.checkpointed_layers)]
-    left = [candidate for candidate in asked if not any(map(candidate.takes_as_much, failed))] or asked
-    fitting = [candidate for candidate in left if candidate.bytes <= limit]
-    return fitting[0] if fitting else min(left, key=lambda candidate: candidate.bytes)

@@ -201,16 +201,6 @@ def meta_adapter(config: Config, model_config: PretrainedConfig) -> PeftModel | 
         return get_peft_model(meta_model(model_config), lora)
 
 
-def model_init_kwargs(config: Config) -> dict[str, Any]:
-    """Arguments of from_pretrained for policy and reference, as in TRL's own script."""
-    return {
-        "revision": config.revision,
-        "dtype": config.model.dtype,
-        "attn_implementation": config.model.attn_implementation,
-        **(config.train.model_init_kwargs or {}),
-    }
-
-
 def identify_models(config: Config, known: dict[str, Any], before: dict[str, Any]) -> Config:
     """The configuration with `model_ids`. `known`: facts of the checkpoint that a run resumes from, whose commits are
     kept though a branch on the Hub has moved since, if its configuration `before` names the same models. All ranks

@@ -16,7 +16,7 @@ from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.pairs import HISTORY, TokenPairs, describe_ignored
+from sfm_dpo.data.pairs import HISTORY, Pairs, describe_ignored
 from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import choose_date, load_tokenizer, tokenize_splits
 from sfm_dpo.model.flops import ForwardFlops
@@ -68,17 +68,11 @@ def analyze_dataset(
         limit=getattr(model_config.get_text_config(), "max_position_embeddings", None),
         overlong=args.overlong,
     )
-    best = result["recommendation"]
-    if best["overlong"]:
-        best["reason"] += (
-            f"\nWith overlong: truncate, {best['cut']['chosen']:,} chosen and {best['cut']['rejected']:,} rejected "
-            f"answers lose their end. With overlong: drop, {best['overlong']:,} pairs are left out."
-        )
     result["findings"] = _list_findings(result, texts, tokens, pairs)
     return result
 
 
-def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pairs: TokenPairs) -> list[dict[str, str]]:
+def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pairs: Pairs) -> list[dict[str, str]]:
     """Findings to read before training, each {"level": "warning" or "note", "text"}; `result`: the analysis so far."""
     findings = []
 
@@ -92,8 +86,6 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pair
     if share >= LENGTH_BIAS:
         text = f"the {side} response is the longer one in {share:.1%} of the pairs: DPO will learn to prefer "
         findings.append({"level": "warning", "text": f"{text}{preferred} answers; balance them by filter_script"})
-    no_signal = result["recommendation"]["no_signal"]
-    add("warning", no_signal, "pairs are identical on both sides after truncation and teach nothing: raise max_length")
     repeated_pairs = len(texts) - len(set(texts["pair_key"]))
     add("warning", repeated_pairs, "pairs are exact repeats of earlier ones: set drop_duplicates to pairs")
     text = "pairs contain special tokens, which act like the template's own: unless rendered, remove by filter_script"
@@ -114,11 +106,10 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pair
 
 
 NOTE = (
-    "*: recommended. untruncated: pairs that lose no token. no signal: both responses are identical after truncation. "
-    "dropped: no response token is left or, with overlong: drop, the pair is longer. tokens and FLOPs: per epoch, "
-    "without padding. step time: padding-free, relative to the recommendation."
+    "*: recommended. untruncated: pairs that lose no token. dropped: no response token is left or, with overlong: "
+    "drop, the pair is longer. tokens, FLOPs: per epoch, without padding. step time: relative to the recommendation."
 )
-HEADINGS = "max_length,max_prompt_length,untruncated,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
+HEADINGS = "max_length,max_prompt_length,untruncated,tokens kept,dropped,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
     "total": ("prompt + longer", {"color": COLORS[0], "linewidth": 1.8}),
     "prompt": ("prompt", {"color": INK, "linestyle": ":"}),
@@ -127,37 +118,29 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
 }
 
 
-def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """For each table's title, its rows of cells; the first row holds the headings."""
+def format_analysis(result: dict[str, Any]) -> str:
+    """The analysis as text for a terminal; it ends with lines for a recipe."""
     sides = result["percentiles"]
-    percentiles = [["percentile", *(LINES[side][0] for side in sides)]]
+    percentiles = []
     for q in PERCENTILES:
         tokens = [f"{values[str(q)]:,}" for values in sides.values()]
         percentiles.append(["longest" if q == 100 else f"{q}%", *tokens])
     percentiles.append(["mean", *(f"{values['mean']:,.0f}" for values in sides.values())])
-    candidates = [HEADINGS]
+    best = result["recommendation"]
+    candidates = []
     for row in result["candidates"]:
-        mark = "* " if row["max_length"] == result["recommendation"]["max_length"] else ""
+        mark = "* " if row["max_length"] == best["max_length"] else ""
         prompt_length = row["max_prompt_length"]
         cells = [f"{mark}{row['max_length']:,}", f"{prompt_length:,}" if prompt_length else "not needed"]
         cells += [f"{row['untruncated']:.1%}", f"{row['tokens_kept']:.1%}"]
-        cells += [f"{row['no_signal']:,}", f"{row['dropped']:,}", f"{row['tokens'] / 1e6:,.2f} M"]
+        cells += [f"{row['dropped']:,}", f"{row['tokens'] / 1e6:,.2f} M"]
         candidates.append([*cells, f"{row['flops']:.2e}", f"x {row['relative_time']:.2f}"])
-    return {
-        "Tokens": percentiles,
-        "What each max_length keeps and costs": candidates,
-    }
-
-
-def format_analysis(result: dict[str, Any]) -> str:
-    """The analysis as text for a terminal; it ends with lines for a recipe."""
-    findings = [f"  {finding['level']}: {finding['text']}" for finding in result["findings"]]
-    best = result["recommendation"]
     pairs = f"{result['pairs']:,} of {result['usable']:,} usable pairs"
-    parts = [f"{' + '.join(result['dataset'])}: {pairs}, tokens of {result['model']}"]
-    for title, rows in build_tables(result).items():
-        parts.append(f"{title}\n{format_table(rows[1:], rows[0], 'r')}")
-    parts += [
+    findings = [f"  {finding['level']}: {finding['text']}" for finding in result["findings"]]
+    parts = [
+        f"{' + '.join(result['dataset'])}: {pairs}, tokens of {result['model']}",
+        f"Tokens\n{format_table(percentiles, ['percentile', *(LINES[side][0] for side in sides)], 'r')}",
+        f"What each max_length keeps and costs\n{format_table(candidates, HEADINGS, 'r')}",
         NOTE,
         "\n".join(["Findings", *findings]),
         f"Recommendation: max_length {best['max_length']:,}\n{best['reason']}",

@@ -12,6 +12,7 @@ import torch
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.lengths import Lengths
+from sfm_dpo.data.pairs import PARTS
 
 # Rows of the table, besides the recommendation and the shortest acceptable length
 CANDIDATES = (256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768)
@@ -20,7 +21,6 @@ PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 99, 100)
 NEARLY_ALL = 0.999  # share of untruncated pairs; a longer max_length is not worth its time
 MOST_TIME = 1.1  # of a recommendation, relative to the shortest acceptable max_length
 FORWARDS = 4  # an epoch: forward and backward of the policy (3 forwards), and one forward of the reference
-SIDES = ("total", "prompt", "chosen", "rejected")
 # From max_length and max_prompt_length to the trained tokens of each response, [N, 2]
 CountTrained = Callable[[int | None, int | None], np.ndarray]
 # From the lengths of sequences and the number of response tokens to the FLOPs of a forward
@@ -45,9 +45,7 @@ def measure_length(
     truncated = lengths.truncate(*limits)
     trained = count(*limits)
     used = lengths.find_unused(trained, *limits, overlong) == ""
-    cut = (truncated.responses < lengths.responses) & (truncated.responses.max(axis=1, keepdims=True) > 0)
     untruncated = (truncated.prompt == lengths.prompt) & (truncated.responses == lengths.responses).all(axis=1)
-    identical = (truncated.chosen == truncated.rejected) & (truncated.common_prefix >= truncated.chosen)
     sequences = truncated.select(used).sequences
     response_tokens = int(trained[used].sum())
     return {
@@ -55,10 +53,7 @@ def measure_length(
         "max_prompt_length": limits[1],
         "untruncated": float(untruncated.mean()),
         "tokens_kept": response_tokens / int(count(None, None).sum()),
-        "no_signal": int((identical & used).sum()),
         "dropped": int((~used).sum()),
-        "overlong": int((~lengths.fit(*limits)).sum()),
-        "cut": dict(zip(("chosen", "rejected"), cut.sum(axis=0).tolist(), strict=True)),
         "response_tokens": response_tokens,
         "tokens": int(sequences.sum()),
         "flops": FORWARDS * forward_flops(torch.from_numpy(sequences.ravel()), response_tokens),
@@ -124,15 +119,14 @@ def analyze_lengths(
     shown = {*list_lengths(CANDIDATES, longest, limit), (shortest or best)["max_length"], best["max_length"]}
     measured = [measure(max_length) for max_length in sorted(shown)]
     rows = [row | {"relative_time": row["flops"] / best["flops"]} for row in measured if row["tokens"]]
-    recommended = next(row for row in rows if row["max_length"] == best["max_length"])
     wanted = f"cuts at most {1 - min_coverage:.1%} of the pairs and keeps {min_tokens_kept:.1%} of the response tokens"
     # Ties count one half
     chosen, rejected = count(None, None).T
     longer = np.where(chosen == rejected, 0.5, chosen > rejected)
     return {
-        "percentiles": {side: compute_percentiles(getattr(lengths, side)) for side in SIDES},
+        "percentiles": {side: compute_percentiles(getattr(lengths, side)) for side in ("total", *PARTS)},
         "candidates": rows,
-        "recommendation": recommended | {"reason": explain_choice(lengths, shortest, best, wanted), "limit": limit},
+        "recommendation": best | {"relative_time": 1.0, "reason": explain_choice(lengths, shortest, best, wanted)},
         "length_bias": {"chosen_longer": float(longer.mean())},
     }
 
@@ -147,15 +141,12 @@ def explain_choice(lengths: Lengths, shortest: Row | None, best: Row, wanted: st
         time = best["flops"] / shortest["flops"] - 1
         reason = f"{shortest['max_length']:,} is the shortest that {wanted}; this cuts fewer for {time:.1%} more time."
     cut = round((1 - best["untruncated"]) * len(lengths))
-    kept = f"and {best['tokens_kept']:.1%} of the response tokens are kept."
-    limit = best["max_prompt_length"]
-    if limit is None:
-        return f"{reason}\nIt cuts {cut:,} of {len(lengths):,} pairs, {kept} No max_prompt_length is needed."
-    full = np.count_nonzero(lengths.prompt >= best["max_length"])
-    return (
-        f"{reason}\nTogether with max_prompt_length {limit:,} it cuts {cut:,} of {len(lengths):,} pairs, {kept} "
-        f"Without max_prompt_length, {full:,} pairs would be left without a response."
-    )
+    kept = f"{best['tokens_kept']:.1%} of the response tokens"
+    reason += f"\nIt cuts {cut:,} of {len(lengths):,} pairs and keeps {kept}."
+    if best["max_prompt_length"]:
+        full = np.count_nonzero(lengths.prompt >= best["max_length"])
+        reason += f" Without max_prompt_length, {full:,} pairs would be left without a response."
+    return reason
 
 
 def compute_percentiles(values: np.ndarray) -> dict[str, Any]:

@@ -62,8 +62,8 @@ def read_lengths(path: Path) -> Lengths:
             points = sorted((float(q) / 100, value) for q, value in values.items() if q != "mean")
             shares, tokens = np.maximum(points, [[0, 1]]).T  # at least 1 token
             drawn = rng.random(int(content["pairs"]))
-            columns[f"{name}_length"] = np.exp(np.interp(drawn, shares, np.log(tokens))).round()
-    return Lengths.from_columns(columns)
+            columns[name] = np.exp(np.interp(drawn, shares, np.log(tokens))).round().astype(np.int64)
+    return Lengths(**columns)
 
 
 class Planner:

@@ -54,7 +54,6 @@ from sfm_dpo.model.loading import (
     load_model_config,
     meta_adapter,
     meta_model,
-    model_init_kwargs,
 )
 from sfm_dpo.model.packing import decide_packing, enable_padding_free, find_delta_nets, has_delta_net_kernels
 from sfm_dpo.model.sharding import fit_buckets, keep_precision, local_shard, prepare_blocks, use_fsdp_on_cpu
@@ -599,7 +598,13 @@ def fit_deepspeed_buckets(config: Config) -> None:
 
 def load_configured_model(config: Config, is_reference: bool = False) -> PreTrainedModel:
     """The model of a configuration, for the policy or the reference."""
-    options = {"trust_remote_code": config.train.trust_remote_code} | model_init_kwargs(config)
+    options = {
+        "trust_remote_code": config.train.trust_remote_code,
+        "revision": config.revision,
+        "dtype": config.model.dtype,
+        "attn_implementation": config.model.attn_implementation,
+        **(config.train.model_init_kwargs or {}),
+    }
     casts = launched_with() == "zero" or (launched_with() == "fsdp" and is_reference)
     if casts and config.train.bf16 and options["dtype"] == "float32":
         # DeepSpeed casts the weights to bf16 and makes fp32 masters of that; FSDP2 casts what it gathers. So these are

@@ -22,7 +22,7 @@ LAYOUTS = [(True, True), (True, False), (False, False)]  # packed, shared
 
 def draw_lengths(pairs: int = 4100) -> Lengths:
     tokens = np.exp(np.random.default_rng(0).normal(5.6, 0.9, (3, pairs))).clip(8, 2048).astype(int)
-    return Lengths(*tokens, common_prefix=np.zeros(pairs, dtype=int))
+    return Lengths(*tokens)
 
 
 LENGTHS = draw_lengths()
@@ -42,8 +42,7 @@ def test_assignment_keeps_every_pair_and_fills_every_micro_batch(tokens, size):
 
 def test_ranks_wait_little_for_the_slowest():
     """4 ranks x 4 pairs, Dolci-Think's lengths, FLOPs of GPT-NeoX and OLMo 3; stock is transformers' sampler."""
-    columns = {f"{name}_length": tokens for name, tokens in sample_lengths("think", 5120).items()}
-    lengths = Lengths.from_columns(columns).truncate(8192, 4096)
+    lengths = Lengths(**sample_lengths("think", 5120)).truncate(8192, 4096)
     *balanced, _ = measure("batch_rebalance", lengths)
     assert max(balanced) <= 1.01 and min(measure("stock", lengths)[:2]) > 1.15
 

@@ -1,5 +1,7 @@
 """The settings of a run and their memory: which is chosen, and that its micro-batch is the largest of the run."""
 
+import copy
+import dataclasses
 import functools
 import math
 import shlex
@@ -12,13 +14,13 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
-from sfm_dpo.memory.planner import MemoryPlanner, choose_candidate
+from sfm_dpo.memory.planner import MemoryPlanner
 from sfm_dpo.model.packing import decide_packing
 from tests.tiny_models import tiny_config
 
 RNG = np.random.default_rng(0)
 RESPONSES = np.exp(RNG.normal(5, 1, (2, 1024))).astype(np.int64).clip(4, 4000)
-LENGTHS = Lengths(np.full(1024, 50), *RESPONSES, np.zeros(1024, dtype=np.int64))
+LENGTHS = Lengths(np.full(1024, 50), *RESPONSES)
 
 
 def configuration(*fields: str):
@@ -34,21 +36,30 @@ def plan_memory(config, **overrides) -> MemoryPlanner:
 
 
 @functools.cache
-def list_candidates(*fields: str):
-    return plan_memory(configuration(*fields)).list_candidates()
+def plan_once(*fields: str) -> MemoryPlanner:
+    planner = plan_memory(configuration(*fields))
+    planner.list_candidates()  # traces
+    return planner
+
+
+def choose(planner: MemoryPlanner, limit: float, *fields: str, failed=()):
+    """The candidate under other fields, without the options of the next smaller one."""
+    other = copy.copy(planner)
+    other.config = configuration(*fields)
+    return dataclasses.replace(other.choose(limit, 0, failed=failed), smaller=None)
 
 
 @pytest.mark.parametrize("packed", ["true", "false"])
 def test_less_memory_means_more_work_and_never_more_than_the_limit(packed):
-    every = list_candidates(f"--padding_free={packed}")
-    config = configuration()
+    planner = plan_once(f"--padding_free={packed}")
+    every = planner.list_candidates()
     assert {candidate.per_device for candidate in every} == set(FIRST_STEPS_FOR)
     limits = sorted({candidate.bytes for candidate in every})
-    chosen = [choose_candidate(every, limit, config.train) for limit in limits]
+    chosen = [choose(planner, limit) for limit in limits]
     assert all(candidate.bytes <= limit for candidate, limit in zip(chosen, limits, strict=True))
     assert [candidate.work for candidate in chosen] == sorted((candidate.work for candidate in chosen), reverse=True)
     assert (chosen[-1].checkpointed_layers, chosen[0].checkpointed_layers) == (0, 8)
-    assert chosen[0].per_device == 1 and choose_candidate(every, 0, config.train) == chosen[0]
+    assert chosen[0].per_device == 1 and choose(planner, 0) == chosen[0]
     if packed == "false":  # TRL's grid: the longest sequence, twice for each pair
         assert chosen[0].tokens == 2 * int(LENGTHS.total.max())
 
@@ -77,21 +88,19 @@ def test_the_update_takes_memory():
 
 
 def test_a_candidates_options_choose_it():
-    every = list_candidates("--padding_free=true")
+    planner = plan_once("--padding_free=true")
+    every = planner.list_candidates()
     for candidate in every:
-        named = configuration(*shlex.split(candidate.options))
-        assert choose_candidate(every, math.inf, named.train) == candidate
-    partly = configuration("--gradient_checkpointing=false")
+        assert choose(planner, math.inf, *shlex.split(candidate.options)) == candidate
     expected = next(s for s in every if (s.per_device, s.checkpointed_layers) == (1, 0))
-    assert choose_candidate(every, 0, partly.train) == expected
+    assert choose(planner, 0, "--gradient_checkpointing=false") == expected
     with pytest.raises(UserError, match="checkpointed_layers 9: the model has 8; give at most 8"):
-        choose_candidate(every, math.inf, configuration("--checkpointed_layers=9").train)
+        choose(planner, math.inf, "--checkpointed_layers=9")
 
 
 def test_what_takes_as_much_as_a_setting_that_did_not_fit_is_not_chosen_again():
-    every = list_candidates("--padding_free=true")
-    args = configuration().train
-    known = {(candidate.per_device, candidate.checkpointed_layers): candidate for candidate in every}
-    tried = choose_candidate(every, math.inf, args, [known[8, 2]])
+    planner = plan_once("--padding_free=true")
+    known = {(each.per_device, each.checkpointed_layers): each for each in planner.list_candidates()}
+    tried = choose(planner, math.inf, failed=[known[8, 2]])
     assert (tried.per_device, tried.checkpointed_layers) == (4, 0)  # neither 16 pairs nor 8 with less than 3 layers
-    assert choose_candidate(every, 0, args, [known[1, 8]]) == known[1, 8]  # nothing is left
+    assert choose(planner, 0, failed=[known[1, 8]]) == known[1, 8]  # nothing is left

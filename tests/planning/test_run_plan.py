@@ -35,7 +35,7 @@ def plan_of(tmp_path, monkeypatch):
 
 
 def lengths_of(n: int, prompt: int, chosen: int, rejected: int) -> Lengths:
-    return Lengths(*(np.full(n, value) for value in (prompt, chosen, rejected, 0)))
+    return Lengths(*(np.full(n, value) for value in (prompt, chosen, rejected)))
 
 
 def test_numbers_are_deepspeeds_and_the_formulas(plan_of):
@@ -78,7 +78,7 @@ def test_another_reference_counts_with_its_own_size(plan_of):
 
 
 def test_longer_pairs_that_are_dropped_are_not_planned(plan_of):
-    lengths = Lengths(*(np.array(values) for values in ([100, 30000], [900, 1000], [400, 10], [0, 0])))
+    lengths = Lengths(*(np.array(values) for values in ([100, 30000], [900, 1000], [400, 10])))
     for overlong, expected in (("truncate", 32), ("drop", 16)):
         fields = ["--overlong", overlong, "--max_length", "4096", "--max_prompt_length", "4000"]
         with pytest.raises(UserError, match=f"global_batch_size 128: there are only {expected} pairs"):

@@ -132,7 +132,7 @@ CASES = {
         (f"{RUN} --tasks {{kit}}/task.yaml", "task.yaml: cannot be loaded", "nowhere.jsonl"),
     ],
     "generate": [
-        ("{kit}/nothing hi", "nothing: no such folder; give a run, a model's folder or its id on the Hub"),
+        ("{kit}/nothing hi", "nothing: neither a folder with a model nor a model on the Hub"),
         ("{kit}/models/weights_lfs hi", "weights_lfs: cannot be loaded"),
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
