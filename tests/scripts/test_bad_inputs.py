@@ -105,7 +105,6 @@ CASES = {
         (f"{RECIPE} --num_gpus four", "--num_gpus: invalid int value: 'four'"),
         (f"{RECIPE} --gpu b2000", "--gpu B2000: unknown; "),
         (f"{RECIPE} --lengths {{kit}}/list.json", "--lengths", "list.json", "give the JSON of analyze_dataset.py"),
-        (f"{RECIPE} --measured {{kit}}", "not a run's folder", "give a run's output_dir"),
         (
             f"{RECIPE} --global_batch_size 8 --model_name_or_path {{kit}}/models/encoder",
             "t5 is not a causal language model; choose one",
