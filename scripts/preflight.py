@@ -24,7 +24,7 @@ import torch
 
 import train_dpo
 from sfm_dpo.common.cli import Arguments, command, new_file
-from sfm_dpo.config.effects import ONE_PAIR, UNCOMPILED, short_run
+from sfm_dpo.config.effects import short_run
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run.folder import PREFLIGHT
 
@@ -39,7 +39,8 @@ def main(argv: list[str]) -> int:
     changed: dict[str, Any] = {"max_samples": min(samples, args.max_samples or samples)}
     changed |= {"precompute_ref_log_probs": True, "preflight": "abort", "preflight_only": True}
     # forwards alone, of one process, fit where training does not
-    changed |= UNCOMPILED | ONE_PAIR
+    changed |= {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
+    changed |= {"torch_compile": False, "torch_compile_backend": "", "torch_compile_mode": ""}  # which set it
     if not torch.cuda.is_available():
         changed["bf16"] = False
     with tempfile.TemporaryDirectory() as folder:
