@@ -84,9 +84,8 @@ def main(
 
 
 def check_access(config: Config, before: Before) -> None:
-    """Checks what the run will need later, before data and model are read: trackers, the reference cache, the Hub."""
+    """Checks what the run will need later, before data and model are read: the reference cache and the Hub."""
     args = config.train
-    log.info(config.tracking)
     if args.precompute_ref_log_probs:
         main_process_first(lambda: make_cache_folder(reference_root()))
     if args.push_to_hub:

@@ -143,7 +143,6 @@ class Config:
     train: TrainConfig
     model: ModelConfig
     data: DatasetMixtureConfig
-    tracking: str  # which trackers work, for the log
     model_field: str = "model_name_or_path"  # the field that errors about the model name
     model_ids: dict[str, str] = dataclasses.field(default_factory=dict)  # by field, as `identify_model` found them
 
@@ -289,9 +288,9 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         problems.append(f"eval_steps {namespace.eval_steps:g}: has no effect; set eval_strategy: steps, or remove it")
     with collect_errors(problems):
         check_locks()
-    tracking = ""
-    with collect_errors(problems):
-        namespace.report_to, tracking = resolve_report_to(namespace.report_to)
+    if training:
+        with collect_errors(problems):
+            namespace.report_to = resolve_report_to(namespace.report_to)
     # A field that was not read has no other problem; without its datasets, a recipe has no dataset_name either
     named = {*re.findall(r"\w+", " ".join(unread).replace("datasets", "datasets dataset_name"))}
     problems = [problem for problem in problems if re.split(r"[ :]", problem)[0] not in named]
@@ -313,7 +312,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
             raise UserError(f"{name} {value}: give a mapping, such as {{a: 1}}")
     if training:
         check_optimizer(train)
-    return Config(train, model, data, tracking)
+    return Config(train, model, data)
 
 
 def check_locks() -> None:
@@ -475,8 +474,8 @@ def has_wandb_login() -> bool:
     return any("wandb" in host or host == "api.forge.coreweave.com" for host in hosts)
 
 
-def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
-    """The trackers that can work here, and a log line naming them. A batch job must not wait at W&B's login prompt."""
+def resolve_report_to(report_to: list[str]) -> list[str]:
+    """The trackers that can work here. A batch job must not wait at W&B's login prompt."""
     trackers = [tracker for tracker in report_to if tracker != "none"]
     for tracker in trackers:
         check_known("report_to", tracker, INTEGRATION_TO_CALLBACK)  # `all` is refused: it includes W&B's login prompt
@@ -491,5 +490,5 @@ def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
             raise UserError(f"report_to wandb: WANDB_API_KEY: {problem} Copy it from wandb.ai/authorize")
     if "wandb" in trackers and not (key or is_offline or has_wandb_login()):
         trackers.remove("wandb")
-        return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set, and `wandb login` was not run"
-    return trackers, f"tracking: {', '.join(trackers) or 'none'}"
+        log.info("W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set, and `wandb login` was not run")
+    return trackers
