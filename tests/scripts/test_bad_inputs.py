@@ -136,8 +136,8 @@ CASES = {
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
     "check_config": [
-        (f"four {TRAIN}", "four: cannot read four"),
-        (f"configs/accelerate/cpu.yaml four {TRAIN}", "four: give a launch configuration, the number of processes"),
+        (f"four {TRAIN}", "cannot read four: FileNotFoundError"),
+        (f"configs/accelerate/cpu.yaml four {TRAIN}", "four: give a launch file, the number of processes"),
     ],
     "analyze_dataset": [
         (f"{DATA} --plot no/lengths.png", "'no/lengths.png' cannot be written"),
