@@ -5,6 +5,7 @@ interpreter waits for at exit: at a time limit, until Slurm kills it.
 """
 
 import logging
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class PushCheckpoints(TrainerCallback):
     def __init__(self, args: TrainConfig) -> None:
         self.is_active = args.push_to_hub and args.hub_strategy != "end" and is_main_process()
         self._push: subprocess.Popen | None = None
-        self._command = ""  # which does the same as the push
+        self._words: list[str] = []  # of its command
 
     def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         is_last = state.global_step >= state.max_steps or control.should_training_stop
@@ -38,7 +39,7 @@ class PushCheckpoints(TrainerCallback):
         if self._push and self._push.poll() is None:
             log.info(f"{checkpoint} is not pushed: the push of an earlier checkpoint is still running")
             return
-        self._push, self._command = start_push(checkpoint, args)
+        self._push, self._words = start_push(checkpoint, args)
 
     def on_train_end(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         is_finished = state.global_step >= state.max_steps
@@ -46,7 +47,7 @@ class PushCheckpoints(TrainerCallback):
             return
         if self._push and self._push.poll() is None:
             self._push.terminate()
-            log.info(f"the push of a checkpoint was terminated; push it later with: {self._command}")
+            log.info(f"the push of a checkpoint was terminated; push it later with: python {shlex.join(self._words)}")
         self.wait()
 
     def wait(self) -> None:

@@ -81,16 +81,6 @@ def upload_folder(folder: Path, repo: str, revision: str, message: str) -> str:
     return _call_hub(commit_folder, waits=(10, 60, 300))
 
 
-def format_push_command(path: Path, repo: str, revision: str | None, private: bool | None) -> str:
-    """The command that pushes later, run in the project's folder."""
-    words = ["python", "scripts/push_to_hub.py", str(path), "--hub_model_id", repo]
-    if revision:
-        words += ["--hub_revision", revision]
-    if private is False:
-        words += ["--hub_private_repo", "false"]
-    return shlex.join(words)
-
-
 def _call_hub(request: Callable[[], Any], waits: Sequence[float]) -> Any:
     """Returns what `request` returns, and repeats it after each of the `waits` (seconds) if its error is transient.
     Raises HubError, with one line for any error of huggingface_hub."""
@@ -148,32 +138,35 @@ def choose_repo(config: Mapping[str, Any], run: Path) -> str:
     return config.get("hub_model_id") or re.sub(r"[^A-Za-z0-9_.]+", "-", run.resolve().name).strip("-.")
 
 
-def start_push(path: Path, args: TrainConfig) -> tuple[subprocess.Popen, str]:
-    """A process that pushes a run's model or checkpoint, with the command that does the same later."""
-    repo = choose_repo(vars(args), Path(args.output_dir))
-    command = format_push_command(path, repo, args.hub_revision, args.hub_private_repo)
-    _, script, *options = shlex.split(command)
-    words = [sys.executable, str(PROJECT / script), *options, "--hub_timeout", str(args.hub_timeout)]
+def start_push(path: Path, args: TrainConfig) -> tuple[subprocess.Popen, list[str]]:
+    """A process that pushes a run's model or checkpoint, and the words of its command from the project's folder."""
+    words = ["scripts/push_to_hub.py", str(path), "--hub_model_id", choose_repo(vars(args), Path(args.output_dir))]
+    if args.hub_revision:
+        words += ["--hub_revision", args.hub_revision]
+    if args.hub_private_repo is False:
+        words += ["--hub_private_repo", "false"]
+    words += ["--hub_timeout", str(args.hub_timeout)]
     env = environment_outside_launcher() | CPU_ONLY | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL), command
+    command = [sys.executable, str(PROJECT / words[0]), *words[1:]]
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL), words
 
 
 def push_finished(args: TrainConfig) -> bool:
     """Pushes a finished run. A failure is logged and recorded, with the command that pushes later."""
     run = Path(args.output_dir)
-    process, command = start_push(run, args)
+    process, words = start_push(run, args)
     code = process.wait()
     if code not in (0, NOT_PUSHED, UserError.exit_code):  # it could neither say why nor clean up
         (run / PUSHING).unlink(missing_ok=True)
         reason = "it took too long (hub_timeout)" if code == -signal.SIGALRM else f"its process ended with code {code}"
-        log.error(record_failure(run, reason, command))
+        log.error(record_failure(run, reason, words))
     return code == 0
 
 
-def record_failure(run: Path, reason: str, command: str) -> str:
-    """Returns why a push failed, and the `command` that pushes later; also writes it into status.json of a finished
-    run whose push is open."""
-    message = f"push failed: {reason}; push later with: {command}"
+def record_failure(run: Path, reason: str, words: Sequence[str]) -> str:
+    """Returns why a push failed, and the command (`words` of Python) that pushes later; also writes it into
+    status.json of a finished run whose push is open."""
+    message = f"push failed: {reason}; push later with: python {shlex.join(words)}"
     status = read_status(run)
     if PUSHED in (status.get("open") or []):
         write_end(run, status["open"], message)
