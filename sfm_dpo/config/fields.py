@@ -219,6 +219,8 @@ class FieldParser(TrlParser):
                 action.const = True
             if name in _OPTIONAL or action.nargs == "+":
                 action.type = accept_empty(action.type)
+        self.fields["datasets"].nargs = None
+        self.fields["datasets"].type = read_mixture
         self.add_argument("--config", help="YAML recipe; its keys are the fields below")
 
     def format_help(self) -> str:  # argparse would print a thousand lines
@@ -388,7 +390,7 @@ def read_words(words: list[str], parser: FieldParser, where: str) -> list[str]:
     action = parser.fields.get(name)
     if action and (re.fullmatch(r"\{.*: .*\}", text, re.DOTALL) or (text.startswith("[") and action.nargs == "+")):
         with user_input(f"{where}: {name}"):
-            words = read_option(name, yaml.compose(text, Loader), parser, where)
+            words = read_option(name, yaml.compose(text, Loader), parser)
     try:
         extra = parser.parse_known_args(words)[1]
     except UserError as error:
@@ -402,40 +404,29 @@ def read_words(words: list[str], parser: FieldParser, where: str) -> list[str]:
 
 
 def read_recipe(path: str, parser: FieldParser, problems: list[str]) -> list[list[str]]:
-    """The words of an option for each field of a recipe. Adds what is unknown to `problems`."""
-    options: list[list[str]] = []
-    for name, node in read_nodes(path).items():
-        with collect_errors(problems), user_input(f"{path}: {name}"):
-            if name in parser.fields:
-                options += filter(None, [read_option(name, node, parser, path)])
-            else:
-                raise UserError(f"{path}: unknown field {name!r}{explain_unknown(name, parser.fields)}")
-    return options
-
-
-def read_nodes(path: str) -> dict[str, yaml.Node]:
-    """The top level of a recipe, as nodes that keep scalars as written: YAML reads `no` as false and 1e-6 as text."""
+    """The words of an option for each field of a recipe, with scalars as written: YAML reads `no` as false and 1e-6 as
+    text. Adds to `problems` what is unknown or given twice."""
     if not Path(path).is_file():
         raise UserError(f"--config {path}: no such file")
     with user_input(f"{path} is not valid YAML"):
         root = yaml.compose(Path(path).read_text(), Loader)
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} is not valid YAML: a recipe is a mapping such as 'beta: 5'")
-    nodes: dict[str, yaml.Node] = {}
+    options: dict[str, list[str]] = {}
     for key, node in root.value:
         name = str(key.value)
-        if name in nodes:  # PyYAML would take the last one
-            raise UserError(f"{path}: {name} is given twice; keep one")
-        nodes[name] = node
-    return nodes
+        with collect_errors(problems), user_input(f"{path}: {name}"):
+            if name in options:  # PyYAML would take the last one
+                raise UserError(f"{path}: {name} is given twice; keep one")
+            if name not in parser.fields:
+                raise UserError(f"{path}: unknown field {name!r}{explain_unknown(name, parser.fields)}")
+            options[name] = read_option(name, node, parser)
+    return [words for words in options.values() if words]
 
 
-def read_option(name: str, node: yaml.Node, parser: FieldParser, where: str) -> list[str]:
-    """A field in YAML as words of a command line; argparse converts and checks them. `datasets` becomes a default."""
+def read_option(name: str, node: yaml.Node, parser: FieldParser) -> list[str]:
+    """A field in YAML as words of a command line; argparse converts and checks them."""
     action = parser.fields[name]
-    if name == "datasets":
-        parser.set_defaults(datasets=read_mixture(node, where))
-        return []
     if node.tag == _NULL and action.default is None:
         return []
     if node.tag == _NULL and name not in _OPTIONAL:
@@ -449,11 +440,10 @@ def read_option(name: str, node: yaml.Node, parser: FieldParser, where: str) -> 
     return [f"--{name}={text}"]
 
 
-def read_mixture(node: yaml.Node, recipe: str) -> list[DatasetConfig]:
-    """A recipe's `datasets`."""
-    where = f"{recipe}: datasets"
-    with user_input(where, "give a list of mappings such as {path: org/set, split: train, fraction: 0.5}"):
-        given = _construct(node)
+def read_mixture(text: str) -> list[DatasetConfig]:
+    """For `type=`: the value of `datasets`, in YAML."""
+    with user_input("datasets", "give a list of mappings such as {path: org/set, split: train, fraction: 0.5}"):
+        given = yaml.load(text or "[]", Loader)
         known = {field.name for field in dataclasses.fields(DatasetConfig)}
         if unknown := sorted({name for entry in given if isinstance(entry, dict) for name in entry} - known):
             raise ValueError(f"unknown keys {', '.join(unknown)}")
@@ -461,7 +451,7 @@ def read_mixture(node: yaml.Node, recipe: str) -> list[DatasetConfig]:
     fractions = [entry.fraction for entry in entries]
     good = [isinstance(share, int | float) and share > 0 for share in fractions]
     if set(fractions) - {None} and not all(good):
-        raise UserError(f"{where}: fraction {fractions}: must be a number above 0 in all entries, or in none")
+        raise UserError(f"datasets: fraction {fractions}: must be a number above 0 in all entries, or in none")
     return entries
 
 
