@@ -26,7 +26,6 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run.folder import make_folder
 from sfm_dpo.run.lock import check_owner
-from sfm_dpo.run.saved_model import find_model
 from sfm_dpo.run.start import read_start
 
 
@@ -53,14 +52,9 @@ def main(argv: list[str]) -> int:
     config = parse_config(options, world_size=int(processes))
     run = Path(config.train.output_dir)
     check_owner(make_folder(run))
-    start = read_start(config, int(processes), {})
-    if start.trains:
+    if read_start(config, int(processes), {}).trains:
         print(f"config_file: {file}")
         print(f"output_dir: {run}")
-        return 0
-    find_model(run)  # raises UserError if it is damaged
-    if not start.open:
-        print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
         return 0
     from sfm_dpo.evaluation.eval_command import EvalCommand  # these take seconds
     from sfm_dpo.training_run import TrainingRun
