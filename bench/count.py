@@ -157,7 +157,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--flash_attention {ours.flash_attention}: no rate is known for {gpu}; choose another one")
     if ours.shape:
         fields += ["--model_name_or_path", str(PROJECT / "bench/shapes" / ours.shape)]
-    config = parse_config(short_run(["--config", ours.recipe, *fields], eval_fraction=None), training=False)
+    options = short_run(["--config", ours.recipe, *fields], eval_fraction=None)
+    config = parse_config(options, world_size=ours.num_gpus, training=False)
     if ours.lengths:
         lengths = read_lengths(PROJECT / f"bench/shapes/{ours.lengths}_lengths.json")
     else:

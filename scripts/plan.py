@@ -43,7 +43,9 @@ def main(argv: list[str]) -> None:
     gpu = ours.gpu.upper()
     check_known("--gpu", gpu, GPU_MEMORY)
     os.environ.update(CPU_ONLY)
-    config = parse_config(short_run(fields, eval_fraction=None), training=False)  # held-out pairs are not trained on
+    gpus = ours.num_gpus * ours.num_nodes
+    options = short_run(fields, eval_fraction=None)  # held-out pairs are not trained on
+    config = parse_config(options, world_size=gpus, training=False)
     shape = load_model_config(config)
     if ours.lengths:
         lengths = read_lengths(ours.lengths)
@@ -51,7 +53,7 @@ def main(argv: list[str]) -> None:
         lengths = Lengths.of(load_token_pairs(config, load_tokenizer(config)).train)
     if ours.pairs:
         lengths = lengths.select(np.arange(ours.pairs) % len(lengths))
-    plan = Planner(config, shape, lengths, gpu, ours.num_gpus * ours.num_nodes).plan(ours.mfu or MFU)
+    plan = Planner(config, shape, lengths, gpu, gpus).plan(ours.mfu or MFU)
     print(format_plan(plan))
     if ours.json:
         write_json(ours.json, plan)

@@ -260,7 +260,7 @@ def accept_empty(to_type: Any) -> Callable[[str], Any]:
 def parse_config(argv: list[str], world_size: int | None = None, training: bool = True) -> Config:
     """Reads `--config RECIPE` and the overrides after it. Raises UserError for wrong values and combinations.
 
-    `world_size` defaults to the launcher's; `training` is False for a command that only reads a recipe on a CPU node.
+    `training` is False for a command that only reads a recipe on a CPU node. `world_size` defaults to the launcher's.
     """
     parser = FieldParser()
     unread: list[str] = []
@@ -268,9 +268,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     if namespace.beta < 1 and namespace.loss_type is parser.fields["loss_type"].default:
         text = "beta is below 1, but loss_type is not set, and its default here is sigmoid_norm; TRL's is sigmoid"
         log.warning(text)
-    world_size = world_size or distributed.world_size()
-    if not training:  # one process on a CPU
-        world_size = 1
+    world_size = world_size or (distributed.world_size() if training else 1)
+    if not training:
         vars(namespace).update(use_cpu=True, bf16=False, dtype=None)
     problems: list[str] = []
     if not namespace.use_cpu and (reason := distributed.explain_missing_gpus()):

@@ -18,7 +18,7 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_pairs, memory_limit
+from sfm_dpo.memory.planner import Candidate, MemoryPlanner, memory_limit
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.packing import decide_packing
 from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, fit_buckets, zero_config
@@ -51,19 +51,14 @@ def read_lengths(path: Path) -> Lengths:
 
 
 class Planner:
-    """The plan of a run on `gpus` GPUs of one kind, from the lengths of its pairs, not truncated."""
+    """The plan of a run on `gpus` GPUs of one kind, as many as the configuration was read for, from the lengths of its
+    pairs, not truncated."""
 
     def __init__(self, config: Config, model_config: PretrainedConfig, lengths: Lengths, gpu: str, gpus: int):
         self.args = config.train
         self.gpu = gpu
         self.gpus = gpus
-        micro_batch = asked_pairs(self.args) or 1
         batch = self.args.global_batch_size
-        if batch % (micro_batch * gpus):
-            field = f"per_device_train_batch_size {micro_batch} x " if micro_batch > 1 else ""
-            nearest = math.ceil(batch / (micro_batch * gpus)) * micro_batch * gpus
-            remedy = f"give other --num_gpus, or --global_batch_size {nearest}"
-            raise UserError(f"global_batch_size {batch} is not a multiple of {field}{gpus} GPUs; {remedy}")
         self.limit = memory_limit(GPU_MEMORY[gpu], self.args.memory_gib)
         limits = (self.args.max_length, self.args.max_prompt_length)
         truncated = lengths.truncate(*limits)

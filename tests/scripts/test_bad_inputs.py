@@ -104,6 +104,7 @@ CASES = {
     "plan": [
         (f"{RECIPE} --num_gpus four", "--num_gpus: invalid int value: 'four'"),
         (f"{RECIPE} --gpu b2000", "--gpu B2000: unknown; "),
+        (f"{RECIPE} --num_gpus 3", "global_batch_size ", ": is not a multiple of 3 process(es); choose "),
         (f"{RECIPE} --lengths {{kit}}/list.json", "--lengths", "list.json", "give the JSON of analyze_dataset.py"),
         (
             f"{RECIPE} --global_batch_size 8 --model_name_or_path {{kit}}/models/encoder",
