@@ -19,8 +19,9 @@ from typing import Any
 import httpx2
 from huggingface_hub import HfApi, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from sfm_dpo.common.distributed import CPU_ONLY, environment_outside_launcher
+from sfm_dpo.common.distributed import CPU_ONLY, environment_outside_launcher, is_main_process
 from sfm_dpo.common.errors import NOT_PUSHED, UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.secrets import mask
@@ -102,13 +103,6 @@ def _call_hub(request: Callable[[], Any], waits: Sequence[float]) -> Any:
     return _call_hub(request, waits[1:])
 
 
-def choose_branch(model: SavedModel, revision: str | None) -> str:
-    """`revision` with {step} replaced by a checkpoint's step, or main."""
-    if not revision or ("{step}" in revision and model.step is None):
-        return "main"
-    return revision.replace("{step}", str(model.step))
-
-
 def check_paths(staged: Path) -> None:
     """Raises UserError if the card or a configuration contains a quoted absolute path."""
     for file in [*staged.glob("*config.json"), staged / CARD]:
@@ -177,7 +171,9 @@ def push(model: SavedModel, repo: str, revision: str | None, private: bool | Non
     """Describes and uploads a model that loads; status.json records it for a finished run. Raises UserError if the
     model does not load or is being pushed, and HubError."""
     repo = check_access(repo, private, revision, "push later")
-    branch = choose_branch(model, revision)
+    branch = (revision or "main").replace("{step}", str(model.step))
+    if revision and "{step}" in revision and model.step is None:  # the final model
+        branch = "main"
     mark = model.folder / PUSHING
     lease = Lease(mark)
     if is_held(mark) or not (lease.take() or lease.take_over(read_owner(mark))):
@@ -198,3 +194,42 @@ def push(model: SavedModel, repo: str, revision: str | None, private: bool | Non
     if model.step is None and State.of(status).has_model:  # keeps the guard's verdict
         still = [step for step in status.get("open") or [] if step != PUSHED]
         write_end(model.run, still, pushed=address)
+
+
+class PushCheckpoints(TrainerCallback):
+    """Pushes each checkpoint of a run whose hub_strategy is every_save, in a process of its own.
+
+    Trainer's own push (transformers 5.24) uploads every file in output_dir, checks nothing, and runs in threads that
+    the interpreter waits for at exit: at a time limit, until Slurm kills it. As there, a checkpoint is skipped while
+    an earlier push is running, and a push that fails does not affect training. A run that stops early terminates its
+    push, a finished one that to the branch of the final model; otherwise `wait` waits for it.
+    """
+
+    def __init__(self, args: TrainConfig) -> None:
+        self.is_active = args.push_to_hub and args.hub_strategy != "end" and is_main_process()
+        self._push: subprocess.Popen | None = None
+        self._words: list[str] = []  # of its command
+
+    def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        is_last = state.global_step >= state.max_steps or control.should_training_stop
+        if is_last or not self.is_active:
+            return
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self._push and self._push.poll() is None:
+            log.info(f"{checkpoint} is not pushed: the push of an earlier checkpoint is still running")
+            return
+        self._push, self._words = start_push(checkpoint, args)
+
+    def on_train_end(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        is_finished = state.global_step >= state.max_steps
+        if is_finished and "{step}" in (args.hub_revision or ""):
+            return
+        if self._push and self._push.poll() is None:
+            self._push.terminate()
+            log.info(f"the push of a checkpoint was terminated; push it later with: python {shlex.join(self._words)}")
+        self.wait()
+
+    def wait(self) -> None:
+        """Waits for the push, which would end with this job."""
+        if self._push:
+            self._push.wait()
