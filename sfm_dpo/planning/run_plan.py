@@ -1,8 +1,4 @@
-"""Plan of a run before submission: memory, batch sizes, FLOPs, hours and disk.
-
-It needs only the model's configuration and the lengths of the pairs, no weights and no GPU. docs/memory-and-speed.md
-explains how each number is computed.
-"""
+"""Plan of a run before submission: memory, hours, disk, from its model's configuration and the lengths of its pairs."""
 
 import json
 import math
