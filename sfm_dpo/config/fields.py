@@ -366,11 +366,10 @@ def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> a
     if chosen:
         recipe = parser.parse_known_args(chosen[-1])[0].config
         options[:0] = [(recipe, words) for words in read_recipe(recipe, parser, problems)]
-    accepted: list[str] = []
+    namespace = parser.parse_args([])
     for where, words in options:
         with collect_errors(problems):
-            accepted += read_words(words, parser, where)
-    namespace = parser.parse_args(accepted)
+            read_words(words, parser, where, namespace)
     for name in ("model_name_or_path", "ref_model_name_or_path", "resume_from_checkpoint"):
         if path := vars(namespace)[name]:
             setattr(namespace, name, os.path.expanduser(path))
@@ -380,9 +379,9 @@ def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> a
     return namespace
 
 
-def read_words(words: list[str], parser: FieldParser, where: str) -> list[str]:
-    """The words of an option, where a list or mapping in YAML is read as in a recipe. Raises UserError for an option
-    that is unknown or has a value of a wrong type."""
+def read_words(words: list[str], parser: FieldParser, where: str, namespace: argparse.Namespace) -> None:
+    """Sets a field to the value in the words of an option; a list or mapping in YAML is read as in a recipe. Raises
+    UserError for an option that is unknown or has a value of a wrong type."""
     option, _, value = words[0].partition("=")
     name = option.removeprefix("--").replace("-", "_")
     text = value or " ".join(words[1:])
@@ -391,7 +390,7 @@ def read_words(words: list[str], parser: FieldParser, where: str) -> list[str]:
         with user_input(f"{where}: {name}"):
             words = read_option(name, yaml.compose(text, Loader), parser)
     try:
-        extra = parser.parse_known_args(words)[1]
+        extra = parser.parse_known_args(words, namespace)[1]
     except UserError as error:
         raise UserError(f"{where}: {error}{explain_migrated(f'{name}: {text}')}") from None
     if extra and extra[0] == words[0] and option.startswith("--"):
@@ -399,7 +398,6 @@ def read_words(words: list[str], parser: FieldParser, where: str) -> list[str]:
     if extra:
         near = f"; did you mean --config {extra[0]}?" if extra[0].endswith((".yaml", ".yml")) else ""
         raise UserError(f"unknown option {extra[0]}{near}")
-    return words
 
 
 def read_recipe(path: str, parser: FieldParser, problems: list[str]) -> list[list[str]]:

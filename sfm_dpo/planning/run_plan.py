@@ -1,4 +1,4 @@
-"""Plan of a run before submission: memory, hours and disk, from a model's configuration and the lengths of its pairs."""
+"""Plan of a run before submission, from its model's configuration and its pairs' lengths: memory, hours and disk."""
 
 import json
 import math
