@@ -36,7 +36,7 @@ from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.memory.activations import TRACED_TOKENS, build_backbone, count_kinds, run_backbone
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.loading import load_model_config
-from sfm_dpo.planning.run_plan import Efficiency, Planner, read_lengths
+from sfm_dpo.planning.run_plan import Planner, read_lengths
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def count_step(planner: Planner, flash: str) -> dict[str, float]:
     tokens = pairs * float(planner.lengths.computed(planner.memory.prefix_sharing).mean())
     responses = pairs * float(planner.lengths.responses.mean())
     share = pairs / len(planner.lengths) / planner.epochs
-    training = share * planner.plan_time()["flops"]["training"] / 3  # one forward
+    training = share * planner.count_flops()["training"] / 3  # one forward
     linear = flops.per_token * tokens
     head = flops.per_response_token * responses
     attention = training - linear - head
@@ -157,17 +157,18 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--flash_attention {ours.flash_attention}: no rate is known for {gpu}; choose another one")
     if ours.shape:
         fields += ["--model_name_or_path", str(PROJECT / "bench/shapes" / ours.shape)]
-    config = parse_config(short_run(["--config", ours.recipe, *fields], eval_fraction=None), training=False)
+    options = short_run(["--config", ours.recipe, *fields], eval_fraction=None)
+    config = parse_config(options, world_size=ours.num_gpus, training=False)
     if ours.lengths:
         lengths = read_lengths(PROJECT / f"bench/shapes/{ours.lengths}_lengths.json")
     else:
         lengths = Lengths.of(load_token_pairs(config, load_tokenizer(config)).train)
-    planner = Planner(config, load_model_config(config), lengths, gpu, ours.num_gpus, Efficiency())
+    planner = Planner(config, load_model_config(config), lengths, gpu, ours.num_gpus)
     parts = count_step(planner, ours.flash_attention)
     reference = parts.pop("reference pass")
     step = sum(parts.values())
     peak = (peak_flops(gpu) or math.nan) * ours.num_gpus
-    mfu = planner.plan_time()["flops"]["training"] / (planner.steps * step * peak)
+    mfu = planner.count_flops()["training"] / (planner.steps * step * peak)
     run_hours = (planner.steps * step + reference) / 3600
     rows = [(name, f"{seconds:.2f}", f"{seconds / step:.0%}") for name, seconds in parts.items()]
     print(f"{ours.recipe} on {ours.num_gpus} {gpu}, {ours.flash_attention}: counted with assumed rates, not measured")

@@ -14,7 +14,7 @@ push, it does them here, so that no node has to start.
 import contextlib
 import os
 import sys
-from itertools import takewhile
+from itertools import dropwhile
 from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
@@ -26,7 +26,6 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run.folder import make_folder
 from sfm_dpo.run.lock import check_owner
-from sfm_dpo.run.saved_model import find_model
 from sfm_dpo.run.start import read_start
 
 
@@ -36,38 +35,26 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["--help"]:  # behind a recipe it is train_dpo.py's
         Arguments(description=__doc__).print_help()
         return 0
-    given = list(takewhile(lambda word: not word.startswith("--"), argv))
-    words = list(given)
+    options = list(dropwhile(lambda word: not word.startswith("--"), argv))
+    words = argv[: len(argv) - len(options)]
+    file = launch_file(os.environ.get("LAUNCH") or "zero2")
     if words and not words[0].isdecimal():
         file = words.pop(0)
-        source = file
-    else:
-        name = os.environ.get("LAUNCH") or "zero2"
-        file = launch_file(name)
-        source = f"LAUNCH={name}"
-    remedy = "choose zero2 or the name of a file in configs/accelerate"
-    with user_input(f"{source}: cannot read {file}", remedy):
+    with user_input(f"cannot read {file}", "set LAUNCH to zero2 or the name of a file in configs/accelerate"):
         launch = yaml.safe_load(Path(file).read_text())
         launcher = launch["distributed_type"]
         processes = " ".join(words) or str(launch["num_processes"])
     if not processes.isdecimal() or int(processes) < 1:
-        raise UserError(
-            f"{processes}: give a launch configuration, the number of processes, then train_dpo.py's options"
-        )
+        raise UserError(f"{processes}: give a launch file, the number of processes, then train_dpo.py's options")
     os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # as the launcher does; dtype depends on it
     if deepspeed := launch.get("deepspeed_config"):
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = deepspeed["deepspeed_config_file"]
-    config = parse_config(argv[len(given) :], world_size=int(processes))
+    config = parse_config(options, world_size=int(processes))
     run = Path(config.train.output_dir)
     check_owner(make_folder(run))
-    start = read_start(config, int(processes), {})
-    if start.trains:
+    if read_start(config, int(processes), {}).trains:
         print(f"config_file: {file}")
         print(f"output_dir: {run}")
-        return 0
-    find_model(run)  # raises UserError if it is damaged
-    if not start.open:
-        print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
         return 0
     from sfm_dpo.evaluation.eval_command import EvalCommand  # these take seconds
     from sfm_dpo.training_run import TrainingRun

@@ -25,8 +25,7 @@ def main(argv: list[str]) -> None:
     own.add_argument("--gpu", default="b200", help="b200, h100, ... (docs/memory-and-speed.md)")
     own.add_argument("--num_gpus", type=number(int, 1), default=4)
     own.add_argument("--num_nodes", type=number(int, 1), default=1)
-    own.add_argument("--mfu", type=number(float, 0.001, 1), help="default: the measured one, or else 0.3")
-    own.add_argument("--measured", type=Path, help="folder of a run on such GPUs, which has measured its MFU")
+    own.add_argument("--mfu", type=number(float, 0.001, 1), help="perf/mfu of a run there; default: 0.3")
     own.add_argument("--lengths", type=Path, help="JSON of analyze_dataset.py; default: read the dataset")
     own.add_argument("--pairs", type=number(int, 1), help="plan for this many pairs")
     own.add_argument("--json", type=new_file)
@@ -39,12 +38,14 @@ def main(argv: list[str]) -> None:
     from sfm_dpo.data.lengths import Lengths
     from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config
-    from sfm_dpo.planning.run_plan import GPU_MEMORY, Efficiency, Planner, format_plan, read_efficiency, read_lengths
+    from sfm_dpo.planning.run_plan import GPU_MEMORY, MFU, Planner, format_plan, read_lengths
 
     gpu = ours.gpu.upper()
     check_known("--gpu", gpu, GPU_MEMORY)
     os.environ.update(CPU_ONLY)
-    config = parse_config(short_run(fields, eval_fraction=None), training=False)  # held-out pairs are not trained on
+    gpus = ours.num_gpus * ours.num_nodes
+    options = short_run(fields, eval_fraction=None)  # held-out pairs are not trained on
+    config = parse_config(options, world_size=gpus, training=False)
     shape = load_model_config(config)
     if ours.lengths:
         lengths = read_lengths(ours.lengths)
@@ -52,10 +53,7 @@ def main(argv: list[str]) -> None:
         lengths = Lengths.of(load_token_pairs(config, load_tokenizer(config)).train)
     if ours.pairs:
         lengths = lengths.select(np.arange(ours.pairs) % len(lengths))
-    efficiency = read_efficiency(ours.measured) if ours.measured else Efficiency()
-    if ours.mfu:
-        efficiency = Efficiency(ours.mfu, "--mfu")
-    plan = Planner(config, shape, lengths, gpu, ours.num_gpus * ours.num_nodes, efficiency).plan()
+    plan = Planner(config, shape, lengths, gpu, gpus).plan(ours.mfu or MFU)
     print(format_plan(plan))
     if ours.json:
         write_json(ours.json, plan)

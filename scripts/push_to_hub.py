@@ -20,7 +20,7 @@ from huggingface_hub import get_session
 from sfm_dpo.common.cli import Arguments, command, number, reads_runs
 from sfm_dpo.common.errors import NOT_PUSHED, UserError
 from sfm_dpo.config.fields import TrainConfig
-from sfm_dpo.hub.upload import HubError, choose_repo, format_push_command, push, record_failure
+from sfm_dpo.hub.upload import HubError, choose_repo, push, record_failure
 from sfm_dpo.run.saved_model import check_health, find_model, list_files
 
 SLOWEST = 5e6  # bytes per second
@@ -54,8 +54,7 @@ def main(argv: list[str]) -> int:
     try:
         push(model, repo, revision, private)
     except UserError as error:
-        later = format_push_command(options.path, repo, revision, private)
-        log.error(record_failure(options.path, str(error), later))
+        log.error(record_failure(options.path, str(error), ["scripts/push_to_hub.py", *argv]))
         return NOT_PUSHED if isinstance(error, HubError) else error.exit_code
     finally:
         signal.alarm(0)

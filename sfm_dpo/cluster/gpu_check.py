@@ -130,7 +130,7 @@ class GpuCheck:
         batch = 2 * largest * self.processes
         fields = {"per_device_train_batch_size": "", "max_steps": 1, "global_batch_size": batch}
         found = self.train(run, "zero2", full_model=self.on_gpu, max_samples=4 * batch, **fields)
-        for weights in (self.folder / run).glob("*.safetensors"):  # plan.py --measured reads the rest
+        for weights in (self.folder / run).glob("*.safetensors"):  # 13 GB that nobody needs
             weights.unlink()
         return True, found
 

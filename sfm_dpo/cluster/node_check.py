@@ -40,8 +40,6 @@ REDUCE_SECONDS = 120  # the first communicator of many nodes takes long
 PRODUCT = "TFLOPS in a matrix product"
 INSIDE = "GB/s in an all-reduce inside a node"
 BETWEEN = "GB/s in an all-reduce between nodes"
-# GB/s of NVLink in one direction: half of what NVIDIA's data sheets give for a GPU; H200 is in GH200, B200 in GB200
-NVLINK = {"A100-SXM": 300, "H100 80GB HBM3": 450, "H200": 450, "B200": 900, "B300": 900}
 
 
 class Fault(NamedTuple):
@@ -50,7 +48,7 @@ class Fault(NamedTuple):
 
 
 Report = tuple[str, list[Fault]]  # of a rank's host
-Rates = dict[tuple[str, str], float]  # by unit and operation, and by the node and device
+Rates = dict[str, tuple[float, str]]  # of a rank, by unit and operation, with its node and device
 HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
 RANK = int(os.environ.get("RANK", "0"))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -132,11 +130,9 @@ def check_all(folders: dict[str, Path], store: dist.Store) -> list[Report]:
         if not any(lines for _, lines in reports):
             reports = gather(store, check.__name__, (HOST, check(folders, store)))
     if not any(lines for _, lines in reports):
-        rates: Rates = {}
-        for of_rank in gather(store, "rates", measure_rates([host for host, _ in reports])):
-            rates |= of_rank
+        rates = gather(store, "rates", measure_rates([host for host, _ in reports]))
         if is_main_process():
-            log_rates(rates, lowest_rates(torch.cuda.get_device_name()) if ON_GPU else {})
+            log_rates(rates)
     if dist.is_initialized():
         dist.destroy_process_group()
     store.set(f"end of rank {RANK}", "")
@@ -224,27 +220,11 @@ def check_all_reduce(folders: dict[str, Path], store: dist.Store) -> list[Fault]
     return [Fault(f"{numbers.device}: an all-reduce over {ranks} ranks gave {numbers[0].item():g}")]
 
 
-def log_rates(rates: Rates, lowest: dict[str, tuple[float, str]]) -> None:
-    for what in dict.fromkeys(what for what, _ in rates):
-        by_name = {name: rate for (kind, name), rate in rates.items() if kind == what}
-        slowest = min(by_name, key=by_name.__getitem__)
-        log.info(f"{what}: {by_name[slowest]:.3g} ({slowest}) to {max(by_name.values()):.3g}")
-        limit, cause = lowest.get(what, (0.0, ""))
-        if by_name[slowest] < limit:
-            log.warning(f"{what}: {by_name[slowest]:.3g} ({slowest}) is low, below {limit:.3g}; usually {cause}")
-
-
-def lowest_rates(gpu: str) -> dict[str, tuple[float, str]]:
-    """The lowest plausible rates of GPUs of this name, and the usual cause of lower ones."""
-    from sfm_dpo.model.flops import peak_flops  # imports transformers
-
-    nvlink = next((rate for name, rate in NVLINK.items() if name in gpu), 0)
-    # Healthy GPUs reach 65 to 80% of their peak and 75 to 80% of NVLink (nccl-tests), 200 Gbit/s adapters 20 GB/s
-    return {
-        PRODUCT: (0.5e-12 * (peak_flops(gpu) or 0), "the GPU is throttled (nvidia-smi -q -d PERFORMANCE) or shared"),
-        INSIDE: (0.4 * nvlink, "the GPUs communicate over PCIe (nvidia-smi topo -m; NCCL_P2P_DISABLE)"),
-        BETWEEN: (10.0, "NCCL uses TCP or the wrong adapter (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_NET)"),
-    }
+def log_rates(rates: list[Rates]) -> None:
+    for what in (PRODUCT, INSIDE, BETWEEN):
+        if measured := [of_rank[what] for of_rank in rates if what in of_rank]:
+            slowest, name = min(measured)
+            log.info(f"{what}: {slowest:.3g} ({name}) to {max(measured)[0]:.3g}")
 
 
 def measure_rates(hosts: list[str]) -> Rates:
@@ -254,7 +234,7 @@ def measure_rates(hosts: list[str]) -> Rates:
     matrix = torch.randn(size, size, dtype=torch.bfloat16 if ON_GPU else torch.float32, device=DEVICE)
     product = torch.empty_like(matrix)
     seconds = measure_seconds(partial(torch.matmul, matrix, matrix, out=product), product)
-    rates = {(PRODUCT, name): 2e-12 * size**3 / seconds}
+    rates = {PRODUCT: (2e-12 * size**3 / seconds, name)}
     numbers = torch.zeros(2**28 if ON_GPU else 2**20, device=DEVICE)  # 1 GiB on a GPU
     groups: dict[str, Any] = {}
     inside = [rank for rank, host in enumerate(hosts) if host == HOST]
@@ -266,7 +246,7 @@ def measure_rates(hosts: list[str]) -> Rates:
         ranks = group.size()
         seconds = measure_seconds(partial(dist.all_reduce, numbers, group=group), numbers)
         moved = 2 * (ranks - 1) / ranks * numbers.nbytes  # by each rank: NCCL's bus bandwidth
-        rates[what, name] = 1e-9 * moved / seconds
+        rates[what] = (1e-9 * moved / seconds, name)
     return rates
 
 

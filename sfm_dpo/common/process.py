@@ -13,16 +13,15 @@ import psutil
 from sfm_dpo.common.files import now
 
 
-def this_process(pid: int | None = None) -> dict[str, Any]:
-    """This process, or `pid`, as the owner of a lease; `started` is there because process ids are reused."""
-    pid = pid or os.getpid()
+def this_process() -> dict[str, Any]:
+    """This process as the owner of a lease; `started` is there because process ids are reused."""
     return {
         "job": os.environ.get("SLURM_JOB_ID"),
         "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
         "host": platform.node(),
         "uid": os.getuid(),
-        "pid": pid,
-        "started": start_time(pid),
+        "pid": os.getpid(),
+        "started": start_time(os.getpid()),
         "time": now(),
     }
 
@@ -43,10 +42,10 @@ def is_alive(owner: dict[str, Any]) -> bool | None:
         return False
 
 
-def ask(*command: str, stderr: int | None = None, check: bool = True) -> str | None:
-    """What a command prints; None if it is not installed, does not answer or, with `check`, fails."""
+def ask(*command: str, stderr: int | None = None) -> str | None:
+    """What a command prints; None if it is not installed, does not answer or fails."""
     try:
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=20, check=check)
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout

@@ -121,7 +121,7 @@ def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: b
     weights = c.loss_weights or [1]
     summed = min(losses & SUMMED_LOSSES, default=None)
     sorts = losses & SORTING_LOSSES
-    is_split = world_size > 1 or c.per_device_train_batch_size not in (None, c.global_batch_size)
+    is_split = world_size > 1 or (training and c.per_device_train_batch_size not in (None, c.global_batch_size))
     if summed and c.beta >= 1 and not c.allow_unnormalized_beta:
         why = f"loss_type {summed} sums log-probs over tokens, for which beta is usually 0.1"
         yield "beta", f"{why}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true"
@@ -129,7 +129,7 @@ def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: b
         yield "loss_type", "nothing would be trained; give a loss, for instance sigmoid_norm"
     if not min(weights) >= 0 < max(weights) < math.inf:
         yield "loss_weights", "give weights of at least 0, one of them above 0"
-    if training and sorts and is_split:
+    if sorts and is_split:
         yield "loss_type", "sorts the pairs of a micro-batch, which must be the global batch of a single process"
     if sorts and (c.eval_fraction or c.eval_datasets):
         yield "loss_type", "sorts the pairs of an evaluation batch; remove eval_fraction and eval_datasets"
@@ -153,8 +153,8 @@ def list_batch_conflicts(c: argparse.Namespace, world_size: int) -> Iterator[Con
     if c.global_batch_size % unit:
         step = unit if given else math.lcm(unit, 4 * world_size)  # which leaves the choice of up to four pairs
         size = math.ceil(c.global_batch_size / step) * step
-        product = f"per_device_train_batch_size {given or 1} x {world_size} process(es)"
-        yield "global_batch_size", f"is not a multiple of {product}; choose {size}"
+        pairs = f"per_device_train_batch_size {given} x " if given else ""
+        yield "global_batch_size", f"is not a multiple of {pairs}{world_size} process(es); choose {size}"
     elif c.gradient_accumulation_steps not in accumulation:
         pairs = given or DPOConfig.per_device_train_batch_size
         meant = pairs * c.gradient_accumulation_steps * world_size

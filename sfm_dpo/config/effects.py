@@ -24,15 +24,13 @@ ROUNDING = set(
     gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs
     checkpointed_layers flash_attention""".split()
 )
-# Affect only some data sets: run/start.py compares the hash of the tokens
-COMPARED_BY_TOKENS = {"mask_tool_results", "template_date"}
-
 # The data, and which pairs a step has: a checkpoint is continued with the same ones, also in another output_dir
 ORDER = set(
     """seed data_seed global_batch_size train_sampling_strategy max_length max_prompt_length truncation_mode
     overlong""".split()
 )
-MAY_CHANGE = NO_EFFECT | ROUNDING | COMPARED_BY_TOKENS  # in a resumed run
+# In a resumed run. The last two affect only some data sets: run/start.py compares the hash of the tokens
+MAY_CHANGE = NO_EFFECT | ROUNDING | {"mask_tool_results", "template_date"}
 
 # What a short run of a recipe does without: it is offline, unpublished and not evaluated
 SWITCHED_OFF: dict[str, Any] = {
@@ -45,10 +43,6 @@ SWITCHED_OFF: dict[str, Any] = {
     "warmup_steps": 0,  # which may be longer than a short run
     "gradient_accumulation_steps": 1,  # follows from the batch, which may be another one
 }
-# One pair at a time, chosen by no memory, for commands that do not train
-ONE_PAIR = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
-# The last two would set the first
-UNCOMPILED = {"torch_compile": False, "torch_compile_backend": "", "torch_compile_mode": ""}
 
 
 def short_run(argv: list[str], **fields: Any) -> list[str]:

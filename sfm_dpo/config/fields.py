@@ -143,7 +143,6 @@ class Config:
     train: TrainConfig
     model: ModelConfig
     data: DatasetMixtureConfig
-    tracking: str  # which trackers work, for the log
     model_field: str = "model_name_or_path"  # the field that errors about the model name
     model_ids: dict[str, str] = dataclasses.field(default_factory=dict)  # by field, as `identify_model` found them
 
@@ -220,6 +219,8 @@ class FieldParser(TrlParser):
                 action.const = True
             if name in _OPTIONAL or action.nargs == "+":
                 action.type = accept_empty(action.type)
+        self.fields["datasets"].nargs = None
+        self.fields["datasets"].type = read_mixture
         self.add_argument("--config", help="YAML recipe; its keys are the fields below")
 
     def format_help(self) -> str:  # argparse would print a thousand lines
@@ -259,7 +260,7 @@ def accept_empty(to_type: Any) -> Callable[[str], Any]:
 def parse_config(argv: list[str], world_size: int | None = None, training: bool = True) -> Config:
     """Reads `--config RECIPE` and the overrides after it. Raises UserError for wrong values and combinations.
 
-    `world_size` defaults to the launcher's; `training` is False for a command that only reads a recipe on a CPU node.
+    `training` is False for a command that only reads a recipe on a CPU node. `world_size` defaults to the launcher's.
     """
     parser = FieldParser()
     unread: list[str] = []
@@ -267,9 +268,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     if namespace.beta < 1 and namespace.loss_type is parser.fields["loss_type"].default:
         text = "beta is below 1, but loss_type is not set, and its default here is sigmoid_norm; TRL's is sigmoid"
         log.warning(text)
-    world_size = world_size or distributed.world_size()
-    if not training:  # one process on a CPU
-        world_size = 1
+    world_size = world_size or (distributed.world_size() if training else 1)
+    if not training:
         vars(namespace).update(use_cpu=True, bf16=False, dtype=None)
     problems: list[str] = []
     if not namespace.use_cpu and (reason := distributed.explain_missing_gpus()):
@@ -289,9 +289,9 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         problems.append(f"eval_steps {namespace.eval_steps:g}: has no effect; set eval_strategy: steps, or remove it")
     with collect_errors(problems):
         check_locks()
-    tracking = ""
-    with collect_errors(problems):
-        namespace.report_to, tracking = resolve_report_to(namespace.report_to)
+    if training:
+        with collect_errors(problems):
+            namespace.report_to = resolve_report_to(namespace.report_to)
     # A field that was not read has no other problem; without its datasets, a recipe has no dataset_name either
     named = {*re.findall(r"\w+", " ".join(unread).replace("datasets", "datasets dataset_name"))}
     problems = [problem for problem in problems if re.split(r"[ :]", problem)[0] not in named]
@@ -313,7 +313,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
             raise UserError(f"{name} {value}: give a mapping, such as {{a: 1}}")
     if training:
         check_optimizer(train)
-    return Config(train, model, data, tracking)
+    return Config(train, model, data)
 
 
 def check_locks() -> None:
@@ -366,11 +366,10 @@ def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> a
     if chosen:
         recipe = parser.parse_known_args(chosen[-1])[0].config
         options[:0] = [(recipe, words) for words in read_recipe(recipe, parser, problems)]
-    accepted: list[str] = []
+    namespace = parser.parse_args([])
     for where, words in options:
         with collect_errors(problems):
-            accepted += read_words(words, parser, where)
-    namespace = parser.parse_args(accepted)
+            read_words(words, parser, where, namespace)
     for name in ("model_name_or_path", "ref_model_name_or_path", "resume_from_checkpoint"):
         if path := vars(namespace)[name]:
             setattr(namespace, name, os.path.expanduser(path))
@@ -380,18 +379,18 @@ def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> a
     return namespace
 
 
-def read_words(words: list[str], parser: FieldParser, where: str) -> list[str]:
-    """The words of an option, where a list or mapping in YAML is read as in a recipe. Raises UserError for an option
-    that is unknown or has a value of a wrong type."""
+def read_words(words: list[str], parser: FieldParser, where: str, namespace: argparse.Namespace) -> None:
+    """Sets a field to the value in the words of an option; a list or mapping in YAML is read as in a recipe. Raises
+    UserError for an option that is unknown or has a value of a wrong type."""
     option, _, value = words[0].partition("=")
     name = option.removeprefix("--").replace("-", "_")
     text = value or " ".join(words[1:])
     action = parser.fields.get(name)
     if action and (re.fullmatch(r"\{.*: .*\}", text, re.DOTALL) or (text.startswith("[") and action.nargs == "+")):
         with user_input(f"{where}: {name}"):
-            words = read_option(name, yaml.compose(text, Loader), parser, where)
+            words = read_option(name, yaml.compose(text, Loader), parser)
     try:
-        extra = parser.parse_known_args(words)[1]
+        extra = parser.parse_known_args(words, namespace)[1]
     except UserError as error:
         raise UserError(f"{where}: {error}{explain_migrated(f'{name}: {text}')}") from None
     if extra and extra[0] == words[0] and option.startswith("--"):
@@ -399,44 +398,32 @@ def read_words(words: list[str], parser: FieldParser, where: str) -> list[str]:
     if extra:
         near = f"; did you mean --config {extra[0]}?" if extra[0].endswith((".yaml", ".yml")) else ""
         raise UserError(f"unknown option {extra[0]}{near}")
-    return words
 
 
 def read_recipe(path: str, parser: FieldParser, problems: list[str]) -> list[list[str]]:
-    """The words of an option for each field of a recipe. Adds what is unknown to `problems`."""
-    options: list[list[str]] = []
-    for name, node in read_nodes(path).items():
-        with collect_errors(problems), user_input(f"{path}: {name}"):
-            if name in parser.fields:
-                options += filter(None, [read_option(name, node, parser, path)])
-            else:
-                raise UserError(f"{path}: unknown field {name!r}{explain_unknown(name, parser.fields)}")
-    return options
-
-
-def read_nodes(path: str) -> dict[str, yaml.Node]:
-    """The top level of a recipe, as nodes that keep scalars as written: YAML reads `no` as false and 1e-6 as text."""
+    """The words of an option for each field of a recipe, with scalars as written: YAML reads `no` as false and 1e-6 as
+    text. Adds to `problems` what is unknown or given twice."""
     if not Path(path).is_file():
         raise UserError(f"--config {path}: no such file")
     with user_input(f"{path} is not valid YAML"):
         root = yaml.compose(Path(path).read_text(), Loader)
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} is not valid YAML: a recipe is a mapping such as 'beta: 5'")
-    nodes: dict[str, yaml.Node] = {}
+    options: dict[str, list[str]] = {}
     for key, node in root.value:
         name = str(key.value)
-        if name in nodes:  # PyYAML would take the last one
-            raise UserError(f"{path}: {name} is given twice; keep one")
-        nodes[name] = node
-    return nodes
+        with collect_errors(problems), user_input(f"{path}: {name}"):
+            if name in options:  # PyYAML would take the last one
+                raise UserError(f"{path}: {name} is given twice; keep one")
+            if name not in parser.fields:
+                raise UserError(f"{path}: unknown field {name!r}{explain_unknown(name, parser.fields)}")
+            options[name] = read_option(name, node, parser)
+    return [words for words in options.values() if words]
 
 
-def read_option(name: str, node: yaml.Node, parser: FieldParser, where: str) -> list[str]:
-    """A field in YAML as words of a command line; argparse converts and checks them. `datasets` becomes a default."""
+def read_option(name: str, node: yaml.Node, parser: FieldParser) -> list[str]:
+    """A field in YAML as words of a command line; argparse converts and checks them."""
     action = parser.fields[name]
-    if name == "datasets":
-        parser.set_defaults(datasets=read_mixture(node, where))
-        return []
     if node.tag == _NULL and action.default is None:
         return []
     if node.tag == _NULL and name not in _OPTIONAL:
@@ -450,11 +437,10 @@ def read_option(name: str, node: yaml.Node, parser: FieldParser, where: str) -> 
     return [f"--{name}={text}"]
 
 
-def read_mixture(node: yaml.Node, recipe: str) -> list[DatasetConfig]:
-    """A recipe's `datasets`."""
-    where = f"{recipe}: datasets"
-    with user_input(where, "give a list of mappings such as {path: org/set, split: train, fraction: 0.5}"):
-        given = _construct(node)
+def read_mixture(text: str) -> list[DatasetConfig]:
+    """For `type=`: the value of `datasets`, in YAML."""
+    with user_input("datasets", "give a list of mappings such as {path: org/set, split: train, fraction: 0.5}"):
+        given = yaml.load(text or "[]", Loader)
         known = {field.name for field in dataclasses.fields(DatasetConfig)}
         if unknown := sorted({name for entry in given if isinstance(entry, dict) for name in entry} - known):
             raise ValueError(f"unknown keys {', '.join(unknown)}")
@@ -462,7 +448,7 @@ def read_mixture(node: yaml.Node, recipe: str) -> list[DatasetConfig]:
     fractions = [entry.fraction for entry in entries]
     good = [isinstance(share, int | float) and share > 0 for share in fractions]
     if set(fractions) - {None} and not all(good):
-        raise UserError(f"{where}: fraction {fractions}: must be a number above 0 in all entries, or in none")
+        raise UserError(f"datasets: fraction {fractions}: must be a number above 0 in all entries, or in none")
     return entries
 
 
@@ -475,8 +461,8 @@ def has_wandb_login() -> bool:
     return any("wandb" in host or host == "api.forge.coreweave.com" for host in hosts)
 
 
-def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
-    """The trackers that can work here, and a log line naming them. A batch job must not wait at W&B's login prompt."""
+def resolve_report_to(report_to: list[str]) -> list[str]:
+    """The trackers that can work here. A batch job must not wait at W&B's login prompt."""
     trackers = [tracker for tracker in report_to if tracker != "none"]
     for tracker in trackers:
         check_known("report_to", tracker, INTEGRATION_TO_CALLBACK)  # `all` is refused: it includes W&B's login prompt
@@ -491,5 +477,5 @@ def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
             raise UserError(f"report_to wandb: WANDB_API_KEY: {problem} Copy it from wandb.ai/authorize")
     if "wandb" in trackers and not (key or is_offline or has_wandb_login()):
         trackers.remove("wandb")
-        return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set, and `wandb login` was not run"
-    return trackers, f"tracking: {', '.join(trackers) or 'none'}"
+        log.info("W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set, and `wandb login` was not run")
+    return trackers

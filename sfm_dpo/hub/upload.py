@@ -19,8 +19,9 @@ from typing import Any
 import httpx2
 from huggingface_hub import HfApi, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from sfm_dpo.common.distributed import CPU_ONLY, environment_outside_launcher
+from sfm_dpo.common.distributed import CPU_ONLY, environment_outside_launcher, is_main_process
 from sfm_dpo.common.errors import NOT_PUSHED, UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.secrets import mask
@@ -81,16 +82,6 @@ def upload_folder(folder: Path, repo: str, revision: str, message: str) -> str:
     return _call_hub(commit_folder, waits=(10, 60, 300))
 
 
-def format_push_command(path: Path, repo: str, revision: str | None, private: bool | None) -> str:
-    """The command that pushes later, run in the project's folder."""
-    words = ["python", "scripts/push_to_hub.py", str(path), "--hub_model_id", repo]
-    if revision:
-        words += ["--hub_revision", revision]
-    if private is False:
-        words += ["--hub_private_repo", "false"]
-    return shlex.join(words)
-
-
 def _call_hub(request: Callable[[], Any], waits: Sequence[float]) -> Any:
     """Returns what `request` returns, and repeats it after each of the `waits` (seconds) if its error is transient.
     Raises HubError, with one line for any error of huggingface_hub."""
@@ -110,13 +101,6 @@ def _call_hub(request: Callable[[], Any], waits: Sequence[float]) -> Any:
     log.info(f"push: {reason}; trying again in {waits[0]} s")
     time.sleep(waits[0])
     return _call_hub(request, waits[1:])
-
-
-def choose_branch(model: SavedModel, revision: str | None) -> str:
-    """`revision` with {step} replaced by a checkpoint's step, or main."""
-    if not revision or ("{step}" in revision and model.step is None):
-        return "main"
-    return revision.replace("{step}", str(model.step))
 
 
 def check_paths(staged: Path) -> None:
@@ -148,32 +132,35 @@ def choose_repo(config: Mapping[str, Any], run: Path) -> str:
     return config.get("hub_model_id") or re.sub(r"[^A-Za-z0-9_.]+", "-", run.resolve().name).strip("-.")
 
 
-def start_push(path: Path, args: TrainConfig) -> tuple[subprocess.Popen, str]:
-    """A process that pushes a run's model or checkpoint, with the command that does the same later."""
-    repo = choose_repo(vars(args), Path(args.output_dir))
-    command = format_push_command(path, repo, args.hub_revision, args.hub_private_repo)
-    _, script, *options = shlex.split(command)
-    words = [sys.executable, str(PROJECT / script), *options, "--hub_timeout", str(args.hub_timeout)]
+def start_push(path: Path, args: TrainConfig) -> tuple[subprocess.Popen, list[str]]:
+    """A process that pushes a run's model or checkpoint, and the words of its command from the project's folder."""
+    words = ["scripts/push_to_hub.py", str(path), "--hub_model_id", choose_repo(vars(args), Path(args.output_dir))]
+    if args.hub_revision:
+        words += ["--hub_revision", args.hub_revision]
+    if args.hub_private_repo is False:
+        words += ["--hub_private_repo", "false"]
+    words += ["--hub_timeout", str(args.hub_timeout)]
     env = environment_outside_launcher() | CPU_ONLY | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL), command
+    command = [sys.executable, str(PROJECT / words[0]), *words[1:]]
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL), words
 
 
 def push_finished(args: TrainConfig) -> bool:
     """Pushes a finished run. A failure is logged and recorded, with the command that pushes later."""
     run = Path(args.output_dir)
-    process, command = start_push(run, args)
+    process, words = start_push(run, args)
     code = process.wait()
     if code not in (0, NOT_PUSHED, UserError.exit_code):  # it could neither say why nor clean up
         (run / PUSHING).unlink(missing_ok=True)
         reason = "it took too long (hub_timeout)" if code == -signal.SIGALRM else f"its process ended with code {code}"
-        log.error(record_failure(run, reason, command))
+        log.error(record_failure(run, reason, words))
     return code == 0
 
 
-def record_failure(run: Path, reason: str, command: str) -> str:
-    """Returns why a push failed, and the `command` that pushes later; also writes it into status.json of a finished
-    run whose push is open."""
-    message = f"push failed: {reason}; push later with: {command}"
+def record_failure(run: Path, reason: str, words: Sequence[str]) -> str:
+    """Returns why a push failed, and the command (`words` of Python) that pushes later; also writes it into
+    status.json of a finished run whose push is open."""
+    message = f"push failed: {reason}; push later with: python {shlex.join(words)}"
     status = read_status(run)
     if PUSHED in (status.get("open") or []):
         write_end(run, status["open"], message)
@@ -184,7 +171,9 @@ def push(model: SavedModel, repo: str, revision: str | None, private: bool | Non
     """Describes and uploads a model that loads; status.json records it for a finished run. Raises UserError if the
     model does not load or is being pushed, and HubError."""
     repo = check_access(repo, private, revision, "push later")
-    branch = choose_branch(model, revision)
+    branch = (revision or "main").replace("{step}", str(model.step))
+    if revision and "{step}" in revision and model.step is None:  # the final model
+        branch = "main"
     mark = model.folder / PUSHING
     lease = Lease(mark)
     if is_held(mark) or not (lease.take() or lease.take_over(read_owner(mark))):
@@ -205,3 +194,42 @@ def push(model: SavedModel, repo: str, revision: str | None, private: bool | Non
     if model.step is None and State.of(status).has_model:  # keeps the guard's verdict
         still = [step for step in status.get("open") or [] if step != PUSHED]
         write_end(model.run, still, pushed=address)
+
+
+class PushCheckpoints(TrainerCallback):
+    """Pushes each checkpoint of a run whose hub_strategy is every_save, in a process of its own.
+
+    Trainer's own push (transformers 5.24) uploads every file in output_dir, checks nothing, and runs in threads that
+    the interpreter waits for at exit: at a time limit, until Slurm kills it. As there, a checkpoint is skipped while
+    an earlier push is running, and a push that fails does not affect training. A run that stops early terminates its
+    push, a finished one that to the branch of the final model; otherwise `wait` waits for it.
+    """
+
+    def __init__(self, args: TrainConfig) -> None:
+        self.is_active = args.push_to_hub and args.hub_strategy != "end" and is_main_process()
+        self._push: subprocess.Popen | None = None
+        self._words: list[str] = []  # of its command
+
+    def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        is_last = state.global_step >= state.max_steps or control.should_training_stop
+        if is_last or not self.is_active:
+            return
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self._push and self._push.poll() is None:
+            log.info(f"{checkpoint} is not pushed: the push of an earlier checkpoint is still running")
+            return
+        self._push, self._words = start_push(checkpoint, args)
+
+    def on_train_end(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        is_finished = state.global_step >= state.max_steps
+        if is_finished and "{step}" in (args.hub_revision or ""):
+            return
+        if self._push and self._push.poll() is None:
+            self._push.terminate()
+            log.info(f"the push of a checkpoint was terminated; push it later with: python {shlex.join(self._words)}")
+        self.wait()
+
+    def wait(self) -> None:
+        """Waits for the push, which would end with this job."""
+        if self._push:
+            self._push.wait()

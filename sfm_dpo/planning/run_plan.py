@@ -1,14 +1,10 @@
-"""Plan of a run before submission: memory, batch sizes, FLOPs, hours and disk.
-
-It needs only the model's configuration and the lengths of the pairs, no weights and no GPU. docs/memory-and-speed.md
-explains how each number is computed.
-"""
+"""Plan of a run before submission, from its model's configuration and its pairs' lengths: memory, hours and disk."""
 
 import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,36 +14,20 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_pairs, memory_limit
+from sfm_dpo.memory.planner import Candidate, MemoryPlanner, memory_limit
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.packing import decide_packing
 from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, fit_buckets, zero_config
 from sfm_dpo.run.checkpoint import peak_checkpoint_count
-from sfm_dpo.run.reader import read_run
 
 TIGHT = 0.95  # of the limit
 # Bytes as reported by torch.cuda.mem_get_info, which a run reads. B300, GB200, GH200 and A100-40 are from torch's
 # out-of-memory messages in public issues ("has a total capacity of 184.31 GiB")
 GPU_MEMORY = {"B300": 287e9, "GB200": 197e9, "B200": 191e9, "H200": 150e9, "GH200": 101e9, "H100": 85e9}
 GPU_MEMORY |= {"A100": 85e9, "A100-40": 42.2e9, "L40S": 47.7e9}
-
-
-class Efficiency(NamedTuple):
-    """Model FLOPs utilisation at which hours are computed, and where it is from. Published for bf16 at 7B: DPO under
-    DeepSpeed ZeRO-3 on 32 H100 0.028 (open-instruct #1827), pretraining on 4 H200 0.538 (KempnerForge)."""
-
-    mfu: float = 0.3
-    source: str = "assumed; published for 7B: 0.03 to 0.54"
-
-
-def read_efficiency(run: Path) -> Efficiency:
-    """What a run has measured: the last logged one, or that of its calibration. Raises UserError if it has not."""
-    facts = read_run(run)
-    logged = [entry["perf/mfu"] for entry in facts["log"] if "perf/mfu" in entry]
-    mfu = logged[-1] if logged else facts["data"].get("calibration", {}).get("mfu")
-    if not mfu:
-        raise UserError(f"--measured {run}: this run has not measured its MFU; give --mfu")
-    return Efficiency(mfu, f"measured on {facts['environment']['gpus'][0]}: {run}")
+# Model FLOPs utilisation. Published for bf16 at 7B: DPO under DeepSpeed ZeRO-3 on 32 H100 0.028 (open-instruct #1827),
+# pretraining on 4 H200 0.538 (KempnerForge)
+MFU = 0.3
 
 
 def read_lengths(path: Path) -> Lengths:
@@ -67,28 +47,14 @@ def read_lengths(path: Path) -> Lengths:
 
 
 class Planner:
-    """The plan of a run on `gpus` GPUs of one kind, from the lengths of its pairs, not truncated."""
+    """The plan of a run on `gpus` GPUs of one kind, as many as the configuration was read for, from the lengths of its
+    pairs, not truncated."""
 
-    def __init__(
-        self,
-        config: Config,
-        model_config: PretrainedConfig,
-        lengths: Lengths,
-        gpu: str,
-        gpus: int,
-        efficiency: Efficiency,
-    ):
+    def __init__(self, config: Config, model_config: PretrainedConfig, lengths: Lengths, gpu: str, gpus: int):
         self.args = config.train
         self.gpu = gpu
         self.gpus = gpus
-        self.efficiency = efficiency
-        micro_batch = asked_pairs(self.args) or 1
         batch = self.args.global_batch_size
-        if batch % (micro_batch * gpus):
-            field = f"per_device_train_batch_size {micro_batch} x " if micro_batch > 1 else ""
-            nearest = math.ceil(batch / (micro_batch * gpus)) * micro_batch * gpus
-            remedy = f"give other --num_gpus, or --global_batch_size {nearest}"
-            raise UserError(f"global_batch_size {batch} is not a multiple of {field}{gpus} GPUs; {remedy}")
         self.limit = memory_limit(GPU_MEMORY[gpu], self.args.memory_gib)
         limits = (self.args.max_length, self.args.max_prompt_length)
         truncated = lengths.truncate(*limits)
@@ -119,8 +85,8 @@ class Planner:
             "checkpoint": checkpoint_bytes(trained, {"zero2": 2, "zero3": 3}.get(launch, 0), launch == "fsdp2"),
         }
 
-    def plan_time(self) -> dict[str, Any]:
-        """FLOPs of training (three forwards per step) and of the reference's forwards, and hours."""
+    def count_flops(self) -> dict[str, float]:
+        """Of training (three forwards per step) and of the reference's forwards."""
         sequences = self.lengths.sequences
         shared = np.zeros_like(sequences)
         shared[:, 1] = sequences.sum(axis=1) - self.lengths.computed(self.memory.prefix_sharing)
@@ -133,23 +99,23 @@ class Planner:
         training = 3 * policy * self.epochs
         if not self.args.precompute_ref_log_probs:
             reference *= self.epochs
-        peak = (peak_flops(self.gpu) or math.nan) * self.gpus * 3600
-        hours = (training + reference) / peak / self.efficiency.mfu
-        return {"flops": {"training": training, "reference": reference}, "hours": hours} | self.efficiency._asdict()
+        return {"training": training, "reference": reference}
 
-    def plan(self) -> dict[str, Any]:
+    def plan(self, mfu: float = MFU) -> dict[str, Any]:
         """All values that scripts/plan.py prints, in bytes, tokens, FLOPs and hours."""
         memory = self.memory
         sequences = self.lengths.sequences
         model = {"type": memory.model_config.model_type, "parameters": memory.parameters, "trained": memory.trained}
         tokens = {"tokens": int(sequences.sum()), "longest_sequence": int(sequences.max())}
+        flops = self.count_flops()
+        peak = (peak_flops(self.gpu) or math.nan) * self.gpus * 3600
         return {
             "model": model,
             "gpu": {"name": self.gpu, "limit": self.limit, "count": self.gpus},
             "data": {"pairs": len(self.lengths), **tokens},
             "batch": {"global": self.args.global_batch_size, "steps": self.steps},
             "launches": {launch: self.plan_launch(launch) for launch in LAUNCHES},
-            "time": self.plan_time(),
+            "time": {"flops": flops, "hours": sum(flops.values()) / peak / mfu, "mfu": mfu},
             "checkpoints": peak_checkpoint_count(self.args),
         }
 
@@ -171,7 +137,7 @@ def format_plan(plan: dict[str, Any]) -> str:
         ("model", parameters),
         ("data", f"{data['pairs']:,} pairs, {tokens}"),
         ("batch", f"{batch['global']} pairs, {batch['steps']:,} steps"),
-        ("hours", f"{hours}, at {time['mfu']:.0%} MFU ({time['source']})"),
+        ("hours", f"{hours}, at {time['mfu']:.0%} MFU (--mfu; published for 7B: 0.03 to 0.54)"),
         ("memory", f"GiB on each of {gpu['count']} {gpu['name']}, {gpu['limit'] / 2**30:.0f} usable"),
     ]
     columns = [_format_launch(launch, plan["checkpoints"]) for launch in plan["launches"].values()]

@@ -522,7 +522,7 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     set_settings(derived, settings, args)
     derived.logging_nan_inf_filter = False  # it would log a NaN loss as 0
     derived.model_init_kwargs = None  # TRL warns that it ignores them; see load_model
-    derived.push_to_hub = False  # hub/callback.py
+    derived.push_to_hub = False  # hub/upload.py
     derived.save_total_limit = None  # run/checkpoint.py, `rotate`: after a checkpoint is marked complete
     derived.remove_unused_columns = False  # the collator reads one more
     derived.use_cache = True  # saved in config.json; the forwards of training set it to false themselves

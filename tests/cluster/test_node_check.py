@@ -10,7 +10,7 @@ import sysconfig
 import pytest
 
 from sfm_dpo.cluster import node_check
-from sfm_dpo.cluster.node_check import BETWEEN, INSIDE, PRODUCT, check_compiler, check_device, log_rates, lowest_rates
+from sfm_dpo.cluster.node_check import check_compiler, check_device
 from sfm_dpo.common.errors import NODE_CHECK_FAILED
 from tests.e2e.runs import ROOT, clean_environment, free_port
 
@@ -111,14 +111,3 @@ def test_triton_needs_a_c_compiler_and_python_h(monkeypatch, tmp_path):
     [fault] = check_compiler()
     assert "No such file or directory: 'gcc'; load a module with gcc and Python.h in scripts/site.sh" in fault.text
     assert not fault.of_node  # other nodes lack it too
-
-
-def test_rates_that_are_low_on_every_node(capsys):
-    rates = {(PRODUCT, "n1 GPU 0"): 400.0, (PRODUCT, "n1 GPU 1"): 700.0, (INSIDE, "n1 GPU 1"): 20.0}
-    log_rates(rates, lowest_rates("NVIDIA H100 PCIe"))  # it has no NVLink
-    assert not capsys.readouterr().err
-    log_rates(rates | {(BETWEEN, "n1 GPU 0"): 1.2}, lowest_rates("NVIDIA H100 80GB HBM3"))
-    product, inside, between = capsys.readouterr().err.splitlines()
-    assert f"{PRODUCT}: 400 (n1 GPU 0) is low, below 494; usually the GPU is throttled" in product
-    assert f"{INSIDE}: 20 (n1 GPU 1) is low, below 180; usually the GPUs communicate over PCIe" in inside
-    assert f"{BETWEEN}: 1.2 (n1 GPU 0) is low, below 10; usually NCCL uses TCP" in between

@@ -128,9 +128,7 @@ def test_a_gpu_that_slurm_gave_and_torch_does_not_see_is_named(monkeypatch, tmp_
     assert explain_missing_gpus() is None
 
 
-@pytest.mark.parametrize(
-    ("given", "seen"), [(None, "0"), ("2,3", "2"), ("MIG-a1,MIG-b2", "MIG-a1"), ("GPU-c3", "GPU-c3"), ("", "")]
-)
+@pytest.mark.parametrize(("given", "seen"), [(None, "0"), ("MIG-a1,MIG-b2", "MIG-a1"), ("", "")])
 def test_a_command_of_one_process_sees_one_gpu_when_torch_starts(given, seen, tmp_path):
     (tmp_path / "torch.py").write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES']); raise SystemExit")
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}

@@ -8,12 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import train_dpo
-from bench.balance import measure
 from bench.lengths import sample_lengths
+from sfm_dpo.common.files import PROJECT
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import PairSampler, assign_pairs
+from sfm_dpo.model.flops import ForwardFlops
+from sfm_dpo.model.loading import meta_model
 from tests.toolbox import logged, on_cpu, pairs, write_jsonl
 
 STRATEGIES = ["random", "batch_rebalance"]
@@ -43,8 +47,18 @@ def test_assignment_keeps_every_pair_and_fills_every_micro_batch(tokens, size):
 def test_ranks_wait_little_for_the_slowest():
     """4 ranks x 4 pairs, Dolci-Think's lengths, FLOPs of GPT-NeoX and OLMo 3; stock is transformers' sampler."""
     lengths = Lengths(**sample_lengths("think", 5120)).truncate(8192, 4096)
-    *balanced, _ = measure("batch_rebalance", lengths)
-    assert max(balanced) <= 1.01 and min(measure("stock", lengths)[:2]) > 1.15
+    sampler = PairSampler(lengths, "batch_rebalance", 128, 4, 42)
+    balanced = sampler.micro_batches(sampler.steps(0)).reshape(-1, 4)
+    of_ranks = [BatchRebalanceSampler(lengths.computed(False).tolist(), 128, 4, 8, rank=rank) for rank in range(4)]
+    stock = [rows for together in zip(*of_ranks, strict=True) for rows in together]
+    for name in ("gpt_neox_6.9b", "olmo3_7b"):
+        forward = ForwardFlops.of(meta_model(AutoConfig.from_pretrained(PROJECT / "bench/shapes" / name)))
+        waits = []  # FLOPs of the slowest rank over those of the mean one
+        for batches in (balanced, stock):
+            work = [forward(torch.from_numpy(lengths.sequences[rows].ravel()), 0) for rows in batches]
+            together = np.array(work, dtype=float).reshape(-1, 4)  # accelerate gives batch i to rank i mod 4
+            waits.append(together.max(axis=1).sum() / together.mean(axis=1).sum())
+        assert waits[0] <= 1.01 and waits[1] > 1.15
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

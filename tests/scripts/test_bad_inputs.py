@@ -104,8 +104,8 @@ CASES = {
     "plan": [
         (f"{RECIPE} --num_gpus four", "--num_gpus: invalid int value: 'four'"),
         (f"{RECIPE} --gpu b2000", "--gpu B2000: unknown; "),
+        (f"{RECIPE} --num_gpus 3", "global_batch_size ", ": is not a multiple of 3 process(es); choose "),
         (f"{RECIPE} --lengths {{kit}}/list.json", "--lengths", "list.json", "give the JSON of analyze_dataset.py"),
-        (f"{RECIPE} --measured {{kit}}", "not a run's folder", "give a run's output_dir"),
         (
             f"{RECIPE} --global_batch_size 8 --model_name_or_path {{kit}}/models/encoder",
             "t5 is not a causal language model; choose one",
@@ -137,8 +137,8 @@ CASES = {
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
     "check_config": [
-        (f"four {TRAIN}", "four: cannot read four"),
-        (f"configs/accelerate/cpu.yaml four {TRAIN}", "four: give a launch configuration, the number of processes"),
+        (f"four {TRAIN}", "cannot read four: FileNotFoundError"),
+        (f"configs/accelerate/cpu.yaml four {TRAIN}", "four: give a launch file, the number of processes"),
     ],
     "analyze_dataset": [
         (f"{DATA} --plot no/lengths.png", "'no/lengths.png' cannot be written"),
