@@ -23,7 +23,7 @@ def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path, environmen
     pasted = yaml.safe_load(out[out.index("\nmax_length:") :])
     assert pasted == {"max_length": 128, "max_prompt_length": None} and pasted.items() <= best.items()
     assert all(row["flops"] > row["tokens"] for row in result["candidates"])  # from the folder's config.json
-    assert best["limit"] == 512 and max(row["max_length"] for row in result["candidates"]) == 256
+    assert max(row["max_length"] for row in result["candidates"]) == 256
     assert files["--plot"].stat().st_size > 10_000
 
 
