@@ -8,6 +8,7 @@ number in it, from 1; `ignored`, keys of pairs.IGNORED; and `prompt_key` and `pa
 import functools
 import json
 import logging
+import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ _PAIR = Features(
     | {"row": Value("int64")}
 )
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # roles
+_TURN = re.compile(r"\n\n(Human|Assistant):")  # of a transcript
 
 log = logging.getLogger(__name__)
 
@@ -190,10 +192,13 @@ def _as_json(value: Any) -> str:
 def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:
     """One pair as (prompt, chosen, rejected), or the reason (a key of DROP_REASONS) why it cannot be used.
 
-    Published sets have three formats: `prompt` text and message lists with the response alone (Dolci-Think); no
-    `prompt`, and conversations whose shared beginning is the prompt (Dolci-Instruct); and plain text. Raises
-    ValueError for calls that are not JSON.
+    Published sets have four formats: `prompt` text and message lists with the response alone (Dolci-Think); no
+    `prompt`, and conversations whose shared beginning is the prompt (Dolci-Instruct); the same as transcripts
+    (hh-rlhf); and plain text. Raises ValueError for calls that are not JSON.
     """
+    if prompt is None:
+        chosen = read_transcript(chosen)
+        rejected = read_transcript(rejected)
     if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
         if chosen == rejected:
             return "chosen_equals_rejected"
@@ -221,6 +226,18 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     if not chosen or not rejected or _is_empty(chosen[-1]) or _is_empty(rejected[-1]):
         return "empty_response"
     return (prompt, chosen, rejected) if prompt else "malformed"
+
+
+def read_transcript(text: Any) -> Any:
+    """Messages of text such as "\\n\\nHuman: Hi\\n\\nAssistant: Hello"; anything else is returned unchanged."""
+    if not isinstance(text, str) or not text.startswith("\n\nHuman:"):
+        return text
+    parts = _TURN.split(text)[1:]
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    messages = [{"role": roles[who], "content": content.strip()} for who, content in turns]
+    # A prompt ends with an empty assistant turn
+    return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
 
 
 def _join_prompts(prompt_messages: list[dict], common: list[dict]) -> list[dict]:

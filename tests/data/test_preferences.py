@@ -15,7 +15,7 @@ from trl.scripts.utils import DatasetConfig
 from sfm_dpo.common.errors import DiskFull, UserError
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.pairs import DROP_REASONS
-from sfm_dpo.data.preferences import load_pairs, normalize_pair
+from sfm_dpo.data.preferences import load_pairs, normalize_pair, read_transcript
 from sfm_dpo.data.sources import explain_cache_errors, load_rows
 from sfm_dpo.data.tokenization import load_token_pairs
 from sfm_dpo.train import reference_cache
@@ -425,6 +425,10 @@ def test_a_full_disk_while_pairs_are_read_and_in_the_reference_pass(write_rows, 
         assert not list(cache.folder.glob("lease*")), "the others wait for nothing"
 
 
+def last_texts(pairs: Dataset) -> list[tuple]:
+    return [tuple(row[side][-1]["content"] for side in ("prompt", "chosen", "rejected")) for row in pairs]
+
+
 def test_the_script_of_the_docs_pairs_the_best_answer_with_the_worst(write_rows, tmp_path, monkeypatch):
     rows = []
     for number, scores in enumerate([[5.0, 8.5, 2.0], [3.0, 3.0], [1.0, 2.0], []]):
@@ -434,6 +438,12 @@ def test_the_script_of_the_docs_pairs_the_best_answer_with_the_worst(write_rows,
     monkeypatch.chdir(tmp_path)
     scored = (ROOT / "docs/data.md").read_text().split("### Scored answers")[1]
     exec(re.search(r"```python\n(.*?)```", scored, re.S)[1], {})
-    pairs = load(tmp_path / "pairs.jsonl").train
-    answers = [tuple(row[side][-1]["content"] for side in ("prompt", "chosen", "rejected")) for row in pairs]
-    assert answers == [("q0", "a1", "a2"), ("q2", "a1", "a0")]
+    assert last_texts(load(tmp_path / "pairs.jsonl").train) == [("q0", "a1", "a2"), ("q2", "a1", "a0")]
+
+
+def test_transcripts(write_rows):
+    text = "\n\nHuman: Hi\n\nwell\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:"
+    assert read_transcript(text) == [user("Hi\n\nwell"), assistant("Hello"), user("Bye")]
+    assert read_transcript("Human: Hi") == "Human: Hi" and read_transcript([]) == []
+    pairs = load(write_rows("pairs.jsonl", [{"chosen": text + " good", "rejected": text + " bad"}])).train
+    assert last_texts(pairs) == [("Bye", "good", "bad")]
