@@ -19,7 +19,9 @@ BY_EPOCH = {"save_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 3,
 ROWS = [  # how a run ends after every step, and its fields
     ("stop", COLLAPSES),
     pytest.param("kill", COLLAPSES | {"save_steps": 2, "eval_steps": 2, "logging_steps": 3}, marks=pytest.mark.grid),
-    ("kill", BY_EPOCH | {"logging_steps": 2, "global_batch_size": 16, "num_train_epochs": 2}),
+    pytest.param(
+        "kill", BY_EPOCH | {"logging_steps": 2, "global_batch_size": 16, "num_train_epochs": 2}, marks=pytest.mark.grid
+    ),
     ("stop", {"eval_command": "true {checkpoint} {step} {out}", "guard": "skip", "save_steps": 1}),  # without results
 ]
 
