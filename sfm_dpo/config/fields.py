@@ -217,7 +217,7 @@ class FieldParser(TrlParser):
             if getattr(action.type, "__name__", "") == "string_to_bool" and action.nargs is None:  # bool | None
                 action.nargs = "?"
                 action.const = True
-            if name in _OPTIONAL or action.nargs == "+":
+            if name in _OPTIONAL or action.default is None or action.nargs == "+":
                 action.type = accept_empty(action.type)
         self.fields["datasets"].nargs = None
         self.fields["datasets"].type = read_mixture

@@ -65,6 +65,7 @@ def test_command_line_beats_recipe_beats_defaults(parse):
     assert parse({"max_length": None}).train.max_length is None
     assert parse({"max_length": None}, "--max_length", "64").train.max_length == 64
     assert parse({"use_peft": True}, "--use_peft", "false").model.use_peft is False
+    assert parse({"gradient_checkpointing": True}, "--gradient_checkpointing=").train.gradient_checkpointing is None
     assert parse({"gradient_checkpointing": True}, "--no_gradient_checkpointing").train.gradient_checkpointing is False
     weighted = parse({"loss_type": "sigmoid_norm"}, "--loss_type", "sigmoid_norm", "sft", "--loss_weights", "1", "0.2")
     assert (weighted.train.loss_type, weighted.train.loss_weights) == (["sigmoid_norm", "sft"], [1.0, 0.2])
