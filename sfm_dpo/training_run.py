@@ -72,7 +72,7 @@ class TrainingRun:
     def __init__(self) -> None:
         self.output_dir: Path | None = None
         self.folder: Path | None = None  # output_dir, while this run may write its end into it
-        self.has_made_folder = False
+        self.has_made_folder = False  # and owns it
         self.facts: RunFacts | None = None
         self.step = 0  # at which this start begins
         self.progress = Progress()
@@ -94,10 +94,11 @@ class TrainingRun:
     def begin(self, config: Config) -> Start:
         """Takes the folder, and returns what this start does. Raises UserError if another run owns it."""
         folder = self.output_dir = Path(config.train.output_dir)
-        self.has_made_folder = not folder.exists()
 
         def lock() -> None:
+            is_new = not folder.exists()
             self.lease = take_folder(make_folder(folder))
+            self.has_made_folder = is_new
 
         on_main_process(lock)
         start = choose_start(config)
@@ -174,6 +175,11 @@ class TrainingRun:
             for number in self.handlers:
                 signal.signal(number, signal.SIG_IGN)  # a second interrupt must not cut this short
         end = self._explain(error) if error else None
+        # A start that is refused before it has data leaves nothing, unless a batch script or error.txt says why
+        is_plain = isinstance(error, UserError) and end is error and not error.__cause__
+        is_void = is_plain and self.has_made_folder and not self.facts and "LOCAL_RANK" not in os.environ
+        if is_void:
+            self.folder = None
         folder = self.folder
         try:
             if end:
@@ -189,11 +195,10 @@ class TrainingRun:
         finally:
             if self.watchdog:
                 self.watchdog.stop()
+            if is_void and self.output_dir:
+                shutil.rmtree(self.output_dir, ignore_errors=True)
             if self.lease:
                 self.lease.release()
-            is_refused = isinstance(end, UserError) and not self.facts and not end.__cause__
-            if self.output_dir and self.has_made_folder and is_refused and not is_launched():
-                shutil.rmtree(self.output_dir, ignore_errors=True)  # nothing is left of a start before its data
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
         return end is not None
@@ -238,7 +243,7 @@ class TrainingRun:
             status["for_good"] = is_for_good
             then = f"; run the same command again to resume from {checkpoint or 'the beginning'}"
             log.info(f"{end}{'' if isinstance(end, PreflightDone) else then}")
-            if is_launched():
+            if "TORCHELASTIC_RUN_ID" in os.environ:
                 self.exit_code = 0  # a launcher would report 75 as a crash; status.json has the state
         elif message:
             log.error(message)
@@ -251,11 +256,6 @@ class TrainingRun:
                 self.lease.release()  # before the report: a launcher ends this rank soon after another rank's exit
             if not isinstance(end, Interrupted):
                 report(self.folder, self.is_training)
-
-
-def is_launched() -> bool:
-    """Whether a launcher runs this process: batch scripts then read status.json, not the exit code."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:

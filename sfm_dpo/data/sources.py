@@ -138,7 +138,7 @@ class JsonRows(Json):
     def _generate_tables(self, base_files, files_iterables, original_files) -> Iterator[tuple[Key, pa.Table]]:
         for shard, files in enumerate(files_iterables):
             rows = (row for file in files for row in read_rows(file, original_files[shard]))
-            for number, chunk in enumerate(chunk_iterable(rows, 1000)):
+            for number, chunk in enumerate(chunk_iterable(rows, 100)):
                 yield Key(shard, number), pa.table({JSON_COLUMN: list(chunk)})
 
 

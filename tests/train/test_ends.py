@@ -20,7 +20,7 @@ from sfm_dpo.report.page import write_report
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, read_file, read_status
-from sfm_dpo.run.lock import LOCK
+from sfm_dpo.run.lock import LOCK, Lease, take_folder
 from sfm_dpo.run.reader import describe_run
 from sfm_dpo.train.callbacks import ProgressLine
 from sfm_dpo.training_run import TrainingRun
@@ -234,6 +234,16 @@ def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path,
     fields += ["--output_dir", str(run), "--resume_from_checkpoint", str(tmp_path)]
     assert train_dpo.main(fields) == 2 and not run.exists()
     assert "was not fully written" in capsys.readouterr().err
+
+    def be_second(folder):  # another start has made it since this one found none
+        first.append(Lease(folder / LOCK))
+        assert first[0].take()
+        return take_folder(folder)
+
+    first = []
+    monkeypatch.setattr(training_run, "take_folder", be_second)
+    assert train_dpo.main(fields) == 2 and (run / LOCK).exists()
+    first[0].release()
 
 
 def test_out_of_memory_while_a_model_is_loaded_is_no_mistake(tmp_path, monkeypatch, environment, capsys):
