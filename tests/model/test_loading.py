@@ -31,6 +31,8 @@ from sfm_dpo.model.sharding import keep_precision, prepare_blocks
 from tests.tiny_models import tiny_config, tiny_model
 from tests.toolbox import edit
 
+STOCK_ATTRIBUTES = dict(GraniteMoeConfig.attribute_map)  # before a load_model in this process adds num_experts
+
 
 def test_weights_that_could_run_code_are_not_loaded(tiny_folder, tmp_path):
     folder = shutil.copytree(tiny_folder("llama"), tmp_path / "m")
@@ -129,7 +131,7 @@ def test_a_head_of_its_own_is_saved_as_such(tiny_folder, tmp_path):
 @pytest.mark.parametrize("loaded", [False, True])
 def test_canary_num_experts(tmp_path, loaded, monkeypatch):
     """Stock TRL's head reads it; if that ever ends, correct_config need not add it."""
-    monkeypatch.setattr(GraniteMoeConfig, "attribute_map", dict(GraniteMoeConfig.attribute_map))
+    monkeypatch.setattr(GraniteMoeConfig, "attribute_map", dict(STOCK_ATTRIBUTES))
     shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
     model = AutoModelForCausalLM.from_config(GraniteMoeConfig(**shape, pad_token_id=0))
