@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -69,6 +70,8 @@ UNWRITABLE_SIGNS |= {os.strerror(number): DISK_REMEDIES[number] for number in UN
 class TrainingRun:
     """A run and its folder, which it owns until it ends; status.json and the report then say how it ended."""
 
+    is_alive = False
+
     def __init__(self) -> None:
         self.output_dir: Path | None = None
         self.folder: Path | None = None  # output_dir, while this run may write its end into it
@@ -83,6 +86,7 @@ class TrainingRun:
         self.handlers: dict[int, Any] = {}  # of the caller, by signal; empty in a thread, which may not change them
 
     def __enter__(self) -> Self:
+        TrainingRun.is_alive = True
         if threading.current_thread() is threading.main_thread():
             present = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
             self.handlers = {number: handler for number, handler in present.items() if handler is not None}
@@ -193,6 +197,7 @@ class TrainingRun:
                     write_status(folder, State.FAILED, 1, message, any_rank=True)
                 report(folder)
         finally:
+            TrainingRun.is_alive = False
             if self.watchdog:
                 self.watchdog.stop()
             if is_void and self.output_dir:
@@ -263,13 +268,22 @@ def raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _end_children_by_sigterm() -> None:
-    """Process pools, such as those of datasets.map, end their processes by SIGTERM."""
+def _prepare_child() -> None:
+    """For a process of a pool, such as that of datasets.map: a pool ends its processes by SIGTERM, but nothing ends
+    them if this process is killed."""
     if signal.getsignal(signal.SIGTERM) is raise_interrupt:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if TrainingRun.is_alive:
+        threading.Thread(target=_end_after, args=[os.getppid()], daemon=True).start()
 
 
-os.register_at_fork(after_in_child=_end_children_by_sigterm)
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+os.register_at_fork(after_in_child=_prepare_child)
 
 
 def report(run: Path, with_summary: bool = True) -> bool:

@@ -14,7 +14,7 @@ HUNG = 70
 # Errors of the machine, whatever the user has given
 _OF_MACHINE = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
-# What to do about a failed write
+# What to do about a failed read or write
 DISK_REMEDIES = {
     errno.ENOSPC: "free space",
     errno.EDQUOT: "free space",
@@ -22,6 +22,8 @@ DISK_REMEDIES = {
     errno.EACCES: "give yourself write permission",
     errno.EPERM: "give yourself write permission",
     errno.EROFS: "use another node, or have it mounted read-write",
+    errno.EIO: "check its disk or file server",
+    errno.ESTALE: "check its file server",
 }
 
 

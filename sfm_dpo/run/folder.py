@@ -1,6 +1,5 @@
 """A run's folder: its files, which a kill, a full disk or a hand may have damaged, and what its state means."""
 
-import errno
 import functools
 import json
 import logging
@@ -147,10 +146,9 @@ def write_status(
     path = Path(run) / STATUS
     try:
         write_json(path, status, durable=state != State.RUNNING)  # which is written again and again
-    except OSError as error:
-        if error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT):
-            return  # already logged
-        path.write_text(json.dumps(status))  # on a full disk: in place of the old file, which needs no new block
+    except OSError:  # already logged
+        with suppress(OSError):
+            path.write_text(json.dumps(status))  # on a full disk: in place of the old file, which needs no new block
 
 
 def write_end(run: Path, open_steps: list[str], message: str = "", **extra: Any) -> None:

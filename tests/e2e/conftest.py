@@ -20,18 +20,18 @@ def place(tmp_path_factory, tiny_folder) -> Place:
 
 @pytest.fixture(scope="session")
 def uninterrupted(place):
-    """A function: processes -> the run that was never stopped, made once."""
-    runs: dict[int, Run] = {}
+    """A function: processes and launch -> the run that was never stopped, made once."""
+    runs: dict[str, Run] = {}
 
-    def make(processes: int) -> Run:
-        name = f"uninterrupted-{processes}"
-        if processes == 1 and 1 not in runs:
+    def make(processes: int, launch: str = "cpu") -> Run:
+        name = f"uninterrupted-{processes}-{launch}"
+        if name not in runs and processes == 1:
             with pytest.MonkeyPatch.context() as patch:
-                runs[1] = run_here(patch, place.values(name), place.hf_home)
-        elif processes not in runs:
-            runs[processes] = place.start(name, processes).finish()
-            assert [e["step"] for e in logged(runs[processes].folder)] == list(range(1, 9))
-        return runs[processes]
+                runs[name] = run_here(patch, place.values(name), place.hf_home)
+        elif name not in runs:
+            runs[name] = place.start(name, processes, launch).finish()
+            assert [e["step"] for e in logged(runs[name].folder)] == list(range(1, 9))
+        return runs[name]
 
     return make
 

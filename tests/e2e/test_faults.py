@@ -1,12 +1,13 @@
 """Faults at random moments of a run: the same command then ends bitwise as if nothing had happened.
 
-A few cases of MATRIX by default, more in the grid. `FAULTS=60 python -m pytest tests/e2e/test_faults.py -k bitwise -s`
+A few cases of MATRIX by default, more in the grid. FAULTS=100 python -m pytest tests/e2e/test_faults.py -k bitwise -s
 runs all of them and prints a table; FAULT_SEED makes another series. A rank that is stopped for longer than
 hang_timeout: test_hang.py.
 """
 
 import contextlib
 import ctypes
+import errno
 import itertools
 import os
 import random
@@ -42,31 +43,49 @@ AFTER_A_KILL = ("flipped byte", "removed file", "clock set back")  # of what the
 KINDS = (*IN_EACH_PHASE, "full disk: output_dir", "read-only: output_dir", "full disk: TMPDIR")
 KINDS += ("two runs on one cache", "SIGINT", "SIGTERM", "two starts", "full disk: HF_HOME", "read-only: HF_HOME")
 KINDS += AFTER_A_KILL
-MATRIX = list(itertools.product(IN_EACH_PHASE, PHASES, [2]))
-SPREAD = zip(itertools.product([1, 2], KINDS), itertools.cycle(PHASES), strict=False)  # over the phases
-MATRIX += [(kind, phase, processes) for (processes, kind), phase in SPREAD]
+# Each later operation on the disk fails with this error: failing_disk.c
+FAILING = [f"{error}: {place}" for error in ("EIO", "EDQUOT", "ESTALE") for place in ("output_dir", "HF_HOME")]
+LAUNCHES = {"1": (1, "cpu"), "2": (2, "cpu"), "ZeRO-3": (2, "cpu_zero3"), "FSDP2": (2, "cpu_fsdp2")}
+MATRIX = list(itertools.product(IN_EACH_PHASE, PHASES, ["2"]))
+SPREAD = zip(itertools.product("12", KINDS), itertools.cycle(PHASES), strict=False)  # over the phases
+MATRIX += [(kind, phase, launch) for (launch, kind), phase in SPREAD]
+MATRIX += itertools.product(["kill -9"], PHASES, ["ZeRO-3", "FSDP2"])
+MATRIX += itertools.product(["kill -9, twice"], PHASES, ["1"])
+MATRIX += [(kind, phase, "1") for kind, phase in zip(FAILING * 2, PHASES, strict=False)]
 GROUP = 54_321  # also the id of another user
-CASES = [("kill -9", "step", 2), ("read-only: HF_HOME", "reference pass", 1)]
-GRID = [("two runs on one cache", "reference pass", 1), *MATRIX[5::11]]
+CASES = [("kill -9", "step", "2"), ("read-only: HF_HOME", "reference pass", "1")]
+GRID = [("two runs on one cache", "reference pass", "1"), *MATRIX[5::11]]
 CASES += [pytest.param(*case, marks=pytest.mark.grid) for case in GRID]
 if "FAULTS" in os.environ:
     CASES = MATRIX[: int(os.environ["FAULTS"])]
 
 
-@pytest.mark.parametrize(("kind", "phase", "processes"), CASES)
-def test_the_same_command_then_ends_bitwise(place, uninterrupted, tmp_path, kind, phase, processes):
-    dice = random.Random(f"{os.environ.get('FAULT_SEED')}, {kind}, {phase}, {processes}")
+@pytest.fixture(scope="session")
+def failing_disk(tmp_path_factory) -> Path:
+    library = tmp_path_factory.mktemp("failing_disk") / "failing_disk.so"
+    source = Path(__file__).with_name("failing_disk.c")
+    if subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source]).returncode:
+        pytest.skip("no C compiler")
+    return library
+
+
+@pytest.mark.parametrize(("kind", "phase", "launch"), CASES)
+def test_the_same_command_then_ends_bitwise(place, uninterrupted, tmp_path, kind, phase, launch, request):
+    dice = random.Random(f"{os.environ.get('FAULT_SEED')}, {kind}, {phase}, {launch}")
     if kind == "two runs on one cache":
         phase = "reference pass"
     disk = tmp_path / "d"  # short, because the path of a socket in TMPDIR must have less than 108 characters
     disk.mkdir()
     with small_disk(disk, "64m") if ":" in kind else contextlib.nullcontext(), HubServer() as hub:
-        fault = Fault(kind, phase, processes, disk, place, hub, dice)
+        fault = Fault(kind, phase, launch, disk, place, hub, dice)
+        if kind in FAILING:
+            fault.env |= {"LD_PRELOAD": str(request.getfixturevalue("failing_disk")), "FAILING_DISK": str(disk)}
+        fault.begin()
         code = fault.strike(uninterrupted)
         again, newest = fault.start_again(code)
-        assert_same_run(again, uninterrupted(processes))
+        assert_same_run(again, uninterrupted(*LAUNCHES[launch]))
     start = newest.name if newest else "the beginning"
-    print(f"| {kind} | {phase} | {processes} | code {code} | {start} |", flush=True)
+    print(f"| {kind} | {phase} | {launch} | code {code} | {start} |", flush=True)
 
 
 def obey_permissions() -> None:
@@ -127,10 +146,10 @@ def flip(path: Path, position: int) -> None:
 class Fault:
     """A run that meets a fault. What `kind` names is on `disk`, all else that the run writes beside it."""
 
-    def __init__(self, kind, phase, processes, disk: Path, place: Place, hub: HubServer, dice: random.Random):
+    def __init__(self, kind, phase, launch, disk: Path, place: Place, hub: HubServer, dice: random.Random):
         self.kind = kind
         self.phase = phase
-        self.processes = processes
+        self.processes, self.launch = LAUNCHES[launch]
         self.disk = disk
         self.hub = hub
         self.dice = dice
@@ -146,14 +165,15 @@ class Fault:
         elif phase == "push":
             self.env |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
             self.fields |= {"push_to_hub": "true", "hub_model_id": "lab/model"}
+
+    def begin(self) -> None:
         self.run = self.start()
-        victim = 0 if phase == "push" else dice.randrange(processes)  # only rank 0 pushes
-        self.rank = self.run.ranks(processes)[victim]  # now: looking takes longer than saving
+        victim = 0 if self.phase == "push" else self.dice.randrange(self.processes)  # only rank 0 pushes
+        self.rank = self.run.ranks(self.processes)[victim]  # now: looking takes longer than saving
 
     def start(self, name: str = "", **fields) -> Run:
-        return self.place.start(
-            f"{self.disk.parent.name}{name}", self.processes, env=dict(self.env), **self.fields | fields
-        )
+        name = f"{self.disk.parent.name}{name}"
+        return self.place.start(name, self.processes, self.launch, env=dict(self.env), **self.fields | fields)
 
     def wait_for_moment(self) -> None:
         """Waits for a random moment of the phase."""
@@ -193,7 +213,7 @@ class Fault:
         """Waits for the moment, then does what `kind` says; returns the exit code of the run."""
         self.wait_for_moment()
         with contextlib.suppress(psutil.NoSuchProcess):  # it was over before
-            if self.kind in ("kill -9", *AFTER_A_KILL):
+            if "kill" in self.kind or self.kind in AFTER_A_KILL:
                 self.rank.kill()
             elif self.kind in ("SIGINT", "SIGTERM"):
                 self.rank.send_signal(signal.Signals[self.kind])
@@ -213,7 +233,7 @@ class Fault:
         if "read-only" in self.kind:
             subprocess.run(["umount", self.disk], check=True)
         if self.processes == 1 and "kill" not in self.kind:
-            assert "Traceback" not in log and log.count("error: ") == (code == 1), log[-3000:]
+            assert "Traceback" not in log and log.count("error: ") == (code in (1, 2)), log[-3000:]
         return code
 
     def start_second(self, uninterrupted) -> None:
@@ -226,12 +246,18 @@ class Fault:
         second = self.start("-second", output_dir=self.disk / "second")
         assert second.until(lambda: ", waiting for process" in second.log), second.log
         self.run.kill()  # the second one takes over the lease
-        assert_same_run(second.finish(), uninterrupted(self.processes))
+        assert_same_run(second.finish(), uninterrupted(self.processes, self.launch))
 
     def start_again(self, code: int) -> tuple[Run, Path | None]:
         """The run that the same command makes, and the checkpoint that it resumed from."""
+        if "twice" in self.kind:
+            self.begin()
+            self.run.until(lambda: "the largest micro-batch has" in self.run.log)
+            time.sleep(self.dice.random())
+            self.run.kill()
         run = self.run
-        (self.disk / "others").unlink(missing_ok=True)
+        for fault in ("others", "errno"):
+            (self.disk / fault).unlink(missing_ok=True)
         newest = newest_checkpoint(run.folder)
         if self.kind in AFTER_A_KILL:
             self.damage()
@@ -270,6 +296,8 @@ class Fault:
             self.rank.suspend()
         if "full" in self.kind:
             self.fill_disk()
+        elif self.kind in FAILING:
+            (self.disk / "errno").write_text(str(getattr(errno, self.kind.partition(":")[0])))
         else:  # a mount above it, because a lease is open for writing, and a remount would be refused
             subprocess.run(["mount", "-o", "bind,ro", self.disk, self.disk], check=True)
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import select
 import shutil
 import signal
 import time
@@ -16,6 +17,7 @@ import pytest
 import train_dpo
 from sfm_dpo import training_run
 from sfm_dpo.common.errors import UserError, user_input
+from sfm_dpo.common.process import is_alive, this_process
 from sfm_dpo.report.page import write_report
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
@@ -89,6 +91,7 @@ def test_a_folder_that_is_removed_at_the_end_is_one_line(run, monkeypatch, capsy
 
 UNWRITABLE = {errno.ENOSPC: "free space", errno.EACCES: "give yourself write permission"}
 UNWRITABLE[errno.EROFS] = "use another node, or have it mounted read-write"
+UNWRITABLE[errno.EIO] = "check its disk or file server"
 
 
 @pytest.mark.parametrize(("number", "remedy"), UNWRITABLE.items())
@@ -105,7 +108,7 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsy
     assert train_dpo.main(fields.split()) == 1
     line = f"error: /disk/file: {error.strerror}; {remedy}, and run the same command again to resume\n"
     assert capsys.readouterr().err == line
-    assert bool(read_status(tmp_path / "run")) == (number == errno.ENOSPC)
+    assert read_status(tmp_path / "run")["state"] == "failed"  # written into the old file
 
 
 def limit_files(run):
@@ -173,6 +176,21 @@ def test_a_thread_may_train_and_its_children_end_by_sigterm(signals, capsys):
             os._exit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
         assert os.waitpid(child, 0)[1] == 0 and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_processes_of_a_pool_end_with_a_run_that_is_killed():
+    reader, writer = os.pipe()
+    if not (run := os.fork()):
+        with TrainingRun():
+            if not os.fork():
+                os.write(writer, json.dumps(this_process()).encode())
+                time.sleep(3600)
+            select.select([reader], [], [])
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(run, 0)
+    worker = json.loads(os.read(reader, 4096))
+    while is_alive(worker):
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -257,22 +275,16 @@ def test_out_of_memory_while_a_model_is_loaded_is_no_mistake(tmp_path, monkeypat
     assert "out of memory in loading" in error_line(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(("number", "end"), [(errno.ENOSPC, "free space, and run the same command"), (errno.EIO, "")])
 def test_an_io_error_while_the_trainer_is_built_is_no_mistake(
-    tiny_folder, write_rows, tmp_path, monkeypatch, environment, capsys, number, end
+    tiny_folder, write_rows, tmp_path, monkeypatch, environment, capsys
 ):
     run = tmp_path / "run"
-    fault = OSError(number, os.strerror(number), "/scratch/x")
+    fault = OSError(errno.EIO, os.strerror(errno.EIO), "/scratch/x")
     monkeypatch.setattr("sfm_dpo.train.trainer.load_configured_model", Mock(side_effect=fault))
-    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run)
-    if end:
-        assert train_dpo.main(fields) == 1
-        assert end in error_line(capsys.readouterr().err)
-    else:
-        with pytest.raises(OSError, match="Input/output error"):  # a crash with its traceback
-            train_dpo.main(fields)
+    assert train_dpo.main(on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run)) == 1
+    assert "Input/output error; check its disk or file server, and run" in error_line(capsys.readouterr().err)
     status = read_status(run)
-    assert (status["state"], status["exit_code"]) == ("failed", 1) and os.strerror(number) in status["message"]
+    assert (status["state"], status["exit_code"]) == ("failed", 1) and os.strerror(errno.EIO) in status["message"]
 
 
 @pytest.mark.usefixtures("environment")
