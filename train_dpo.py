@@ -32,7 +32,7 @@ from sfm_dpo.fit.fit import first_facts, fit
 from sfm_dpo.health.guard import add_guard
 from sfm_dpo.health.preflight import preflight_phase
 from sfm_dpo.hub.upload import PushCheckpoints, check_push
-from sfm_dpo.model.loading import identify_models
+from sfm_dpo.model.loading import identify_models, load_model_config, meta_adapter
 from sfm_dpo.model.sharding import checkpoint_bytes
 from sfm_dpo.run.checkpoint import check_disk, peak_checkpoint_count
 from sfm_dpo.run.facts import RunFacts
@@ -83,8 +83,9 @@ def main(
 
 
 def check_access(config: Config, before: Before) -> None:
-    """Checks what the run will need later, before data and model are read: the reference cache and the Hub."""
+    """Checks what the run will need later, before data and model are read: LoRA's modules, reference cache and Hub."""
     args = config.train
+    meta_adapter(config, load_model_config(config))
     if args.precompute_ref_log_probs:
         main_process_first(lambda: make_cache_folder(reference_root()))
     if args.push_to_hub:

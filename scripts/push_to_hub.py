@@ -54,8 +54,9 @@ def main(argv: list[str]) -> int:
     try:
         push(model, repo, revision, private)
     except UserError as error:
-        log.error(record_failure(options.path, str(error), ["scripts/push_to_hub.py", *argv]))
-        return NOT_PUSHED if isinstance(error, HubError) else error.exit_code
+        is_of_hub = isinstance(error, HubError)  # the same command may succeed later
+        log.error(record_failure(options.path, str(error), ["scripts/push_to_hub.py", *argv] if is_of_hub else []))
+        return NOT_PUSHED if is_of_hub else error.exit_code
     finally:
         signal.alarm(0)
     return 0

@@ -90,7 +90,7 @@ def user_input(what: str, remedy: str = "") -> Iterator[None]:
             raise
         reason = " ".join(str(error).split("\n\n")[0].split())
         if "couldn't connect" in reason:
-            reason += " (or run scripts/prefetch.py on a machine with network access)"
+            reason = f"{reason.rstrip('.')} (or run scripts/prefetch.py on a machine with network access)"
         reason = f"{type(error).__name__}: {reason[:400]}".rstrip(": .")
         raise UserError("; ".join(filter(None, [f"{what}: {reason}", remedy]))) from error
 

@@ -156,11 +156,12 @@ def list_batch_conflicts(c: argparse.Namespace, world_size: int) -> Iterator[Con
         pairs = f"per_device_train_batch_size {given} x " if given else ""
         yield "global_batch_size", f"is not a multiple of {pairs}{world_size} process(es); choose {size}"
     elif c.gradient_accumulation_steps not in accumulation:
-        pairs = given or DPOConfig.per_device_train_batch_size
-        meant = pairs * c.gradient_accumulation_steps * world_size
-        source = "" if given else ", TRL's default,"
-        product = f"{pairs} pairs{source} x {c.gradient_accumulation_steps} x {world_size} process(es)"
-        remedy = f"remove the field, and set global_batch_size: {meant} ({product})"
+        product = f"{c.gradient_accumulation_steps} x {world_size} process(es) x "
+        if given:
+            meant = f": {given * c.gradient_accumulation_steps * world_size} ({product}{given} pairs)"
+        else:
+            meant = f" to {product}the pairs per device (TRL's default: {DPOConfig.per_device_train_batch_size})"
+        remedy = f"remove the field, and set global_batch_size{meant}"
         yield "gradient_accumulation_steps", f"follows from global_batch_size {c.global_batch_size}; {remedy}"
     if c.checkpointed_layers and False in (c.gradient_checkpointing, c.activation_checkpointing):
         yield "checkpointed_layers", "gradient_checkpointing is false; remove one of the two"
@@ -250,7 +251,7 @@ def check_length_of_run(args: Any, pairs: int) -> None:
     if has_warmup and args.get_warmup_steps(steps) >= steps:
         raise UserError(
             f"warmup_steps {args.warmup_steps:g}: the run has only {steps} step(s), on {pairs} pairs; "
-            "train more steps, for instance with a smaller global_batch_size, or set warmup_steps: 0"
+            f"{'raise max_steps' if args.max_steps > 0 else 'use a smaller global_batch_size'}, or set warmup_steps: 0"
         )
 
 

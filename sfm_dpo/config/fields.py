@@ -55,7 +55,7 @@ class TrainConfig(DPOConfig):
     lr_scheduler_type: SchedulerType = HfArg(default="linear", help="Learning rate schedule.")
     warmup_steps: float = HfArg(default=0.1, help="Warmup steps; below 1, a share of all steps.")
     num_train_epochs: float = HfArg(default=1.0, help="Number of passes over the training pairs.")
-    save_total_limit: int | None = HfArg(default=2, help="Number of checkpoints to keep; at least 2.")
+    save_total_limit: int | None = HfArg(default=2, help="Checkpoints to keep besides the guard's; at least 2.")
     logging_steps: float = HfArg(default=1, help="Steps between log entries.")
     eval_steps: float | None = HfArg(default=10, help="Steps between evaluations with eval_strategy steps.")
     report_to: list[str] = HfArg(default_factory=lambda: ["none"], help="wandb, trackio, tensorboard, ..., or none.")

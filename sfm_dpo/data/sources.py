@@ -158,8 +158,9 @@ def read_rows(file: str, name: str) -> Iterator[str]:
                 if b"\\ud" in line or b"\\uD" in line:
                     json.dumps(objects, ensure_ascii=False).encode()  # fails for half of a surrogate pair
                 if not all(isinstance(row, dict) for row in objects):
-                    raise ValueError("not a JSON object; write each row as {...}")
+                    raise ValueError("not a JSON object")
             except (ValueError, RecursionError) as error:
                 where = "" if is_list else f"line {number}: "
-                raise UserError(f"dataset_name {name}: {where}{error}") from error
+                remedy = "write a list of {...}" if is_list else "write each row as {...} on a line of its own"
+                raise UserError(f"dataset_name {name}: {where}{error}; {remedy}") from error
             yield from map(json.dumps, objects) if is_list else [text]

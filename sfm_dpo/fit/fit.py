@@ -97,6 +97,7 @@ def fit(trainer: Any, before: Before) -> RunFacts:
     facts = trainer.facts
     if before.checkpoint and facts.settings == before.facts.settings:
         return facts
+    log.info("calibration: measuring noise, memory and speed of this model on these pairs")
     begin = time.monotonic()
     # ZeRO-3 and FSDP2 shard the policy only when training begins
     is_whole = trainer.zero_stage != 3 and not trainer.is_fsdp_enabled

@@ -158,9 +158,11 @@ def push_finished(args: TrainConfig) -> bool:
 
 
 def record_failure(run: Path, reason: str, words: Sequence[str]) -> str:
-    """Returns why a push failed, and the command (`words` of Python) that pushes later; also writes it into
-    status.json of a finished run whose push is open."""
-    message = f"push failed: {reason}; push later with: python {shlex.join(words)}"
+    """Returns why a push failed, and the command (`words` of Python), if there is one, that pushes later; also writes
+    it into status.json of a finished run whose push is open."""
+    message = f"push failed: {reason}"
+    if words:
+        message += f"; push later with: python {shlex.join(words)}"
     status = read_status(run)
     if PUSHED in (status.get("open") or []):
         write_end(run, status["open"], message)

@@ -28,7 +28,7 @@ PANELS = {
     "rewards": (
         "Rewards",
         {f"rewards/{name}": name for name in ("chosen", "rejected", "average")},
-        "beta x log-probability relative to the reference",
+        "beta x log-prob over the reference's",
     ),
     "entropy": ("Entropy", {"entropy": "training"}, "nats per token"),
     "grad_norm": ("Gradient norm", {"grad_norm": "training"}, "L2 norm, before clipping"),

@@ -49,6 +49,8 @@ def step_of(checkpoint: Path | None) -> int:
 def why_incomplete(checkpoint: Path, pattern: str = "*") -> str | None:
     """Why a checkpoint, or what it has of files like `pattern`, is incomplete; None if it is complete."""
     files = read_file(checkpoint / COMPLETE).get("files")
+    if not checkpoint.is_dir():
+        return "no such folder"
     if files is None:
         return "was not fully written"
     for name, size in files.items():

@@ -234,7 +234,7 @@ def environment() -> dict[str, Any]:
     return {
         "git_commit": (git("rev-parse", "HEAD") or "").strip() or None,
         "git_remote": re.sub(r"//[^/]*@", "//", git("remote", "get-url", "origin") or "").strip(),  # without a login
-        "git_dirty": bool(git("status", "--porcelain")),
+        "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         "command": [mask(arg) for arg in (Path(sys.executable).name, *sys.argv)],
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in _PACKAGES},
