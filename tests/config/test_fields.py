@@ -193,7 +193,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"optim": "adamw_bnb_8bit"}, ["optim adamw_", "optim_args None: ", "bitsandbytes", "choose another"]),
         ({"load_in_4bit": True, "beta": 0}, ["2 fields", "load_in_4bit True: quantised weights", "beta 0.0: must be"]),
         ({"report_to": "wanbd"}, ["report_to wanbd", "wandb"]),
-        ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "set global_batch_size: 24"]),
+        ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "(TRL's default: 8)"]),
         ({"global_batch_size": 10, "per_device_train_batch_size": 4}, ["10", "4 x 1 process(es); choose 12"]),
         ({"datasets": [{"path": "a"}]}, ["dataset_name", "datasets"]),
         ({"hub_strategy": "checkpoint"}, ["hub_strategy", "checkpoint", "every_save"]),

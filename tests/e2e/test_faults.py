@@ -270,7 +270,8 @@ class Fault:
             expected = ["already done"]
         again = self.start().finish()
         if self.kind == "kill -9":
-            assert code and all(line in again.log for line in expected), expected
+            assert code or self.phase == "report"  # rank 1 may be over by then
+            assert all(line in again.log for line in expected), expected
             assert written.items() <= shards(self.place).items(), "a shard was computed twice"
         assert (again.folder / "report.html").is_file() and (again.folder / "README.md").is_file()
         assert self.phase != "push" or self.hub.repos["lab/model"].files("main")["model.safetensors"]

@@ -146,7 +146,7 @@ CASES = {
     ],
     "throughput": [("--pairs 3", "--pairs 3: give a multiple of 4 x --accumulation 4")],
     "train_dpo": [
-        (f"{TRAIN} --warmup_steps 9", "warmup_steps 9: the run has only 2 step(s), on 8 pairs; train more"),
+        (f"{TRAIN} --warmup_steps 9", "warmup_steps 9: the run has only 2 step(s), on 8 pairs; use a smaller"),
         (f"{TRAIN} --global_batch_size 8", "the run has only 1 step(s), on 8 pairs", "or set warmup_steps: 0"),
         (f"{TRAIN} --global_batch_size 16", "there are only 8 pairs", "use a smaller global_batch_size (2), or"),
         (f"{ON}/few_positions", "max_length 256: a pair has", "the model has 8 positions", "set max_length: 8"),
