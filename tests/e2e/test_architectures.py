@@ -7,7 +7,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import train_dpo
 from tests.tiny_models import VOCAB_SIZE, tiny_tokenizer
-from tests.toolbox import logged, on_cpu, pairs
+from tests.toolbox import logged, on_cpu, pairs, write_jsonl
 
 SMALL = dict.fromkeys(
     """num_hidden_layers num_layers n_layer num_blocks encoder_layers decoder_layers num_decoder_layers n_group
@@ -67,13 +67,19 @@ def save_model(kind: str, fields: dict, folder) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """One file, whose tokens are then in the cache."""
+    return write_jsonl(tmp_path_factory.mktemp("data") / "pairs.jsonl", pairs(8))
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("no_report")
-def test_a_decoder_type_trains_packed_as_padded_or_is_refused_in_one_line(kind, tmp_path, write_rows, capsys):
+@pytest.mark.usefixtures("environment")
+def test_a_decoder_type_trains_packed_as_padded_or_is_refused_in_one_line(kind, tmp_path, data, monkeypatch, capsys):
     if reason := make_model(kind, tmp_path / "model"):
         pytest.skip(f"not built: {reason[:100]}")
-    data = write_rows("pairs.jsonl", pairs(8))
+    monkeypatch.setattr("sfm_dpo.training_run.report", lambda *run: True)
     fields = {"max_steps": 2, "learning_rate": 1e-3, "warmup_steps": 0, "save_strategy": "no"}
     fields |= {"gradient_checkpointing": None, "checkpointed_layers": 0}
     if kind in PLANNED:
