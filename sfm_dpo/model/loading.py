@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,16 @@ def correct_config(model: PreTrainedModel, what: str) -> None:
     # configurations lack. Canary: test_canary_num_experts
     if not hasattr(text, "num_experts") and hasattr(text, "num_local_experts"):
         type(text).attribute_map = type(text).attribute_map | {"num_experts": "num_local_experts"}
+
+
+def disable_noise(model: PreTrainedModel) -> None:
+    """Sets the rates of dropout, and of jitter of a mixture's router, to 0: policy and reference must agree."""
+    # Upstream: trl 1.16, trainer/utils.py, disable_dropout_in_model: leaves a rate that is an attribute of another
+    # module, as in OPT. Canary: test_canary_disable_dropout
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and re.search("drop|jitter", name):
+                setattr(module, name, 0.0)
 
 
 def merge_adapter(name: str, adapter: dict[str, Any], init_kwargs: dict[str, Any], field: str) -> PreTrainedModel:

@@ -48,6 +48,7 @@ from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import (
     FOLDER,
     compile_layers,
+    disable_noise,
     has_balancing_loss,
     identify_model,
     load_model,
@@ -170,6 +171,8 @@ class SFMDPOTrainer(DPOTrainer):
     def _pack_and_compile(self) -> None:
         """Packs and compiles policy and reference, as configured, after TRL has given them their fused LM head."""
         args = self.config.train
+        for model in self._bare_models() if args.disable_dropout else ():
+            disable_noise(model)
         if args.torch_compile:
             log.info("torch_compile: layers are compiled in their first forward and backward")
         try:
