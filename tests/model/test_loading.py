@@ -19,14 +19,14 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import AutoModelForCausalLM, GraniteMoeConfig, Qwen3_5Config
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, OPTConfig, Qwen3_5Config
 from trl.models import prepare_fsdp
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from sfm_dpo.common.distributed import disable_deepspeed_shm, load_only_tensors
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
-from sfm_dpo.model.loading import load_model, load_model_config, meta_model
+from sfm_dpo.model.loading import disable_noise, load_model, load_model_config, meta_model
 from sfm_dpo.model.sharding import keep_precision, prepare_blocks
 from tests.tiny_models import tiny_config, tiny_model
 from tests.toolbox import edit
@@ -142,6 +142,17 @@ def test_canary_num_experts(tmp_path, loaded, monkeypatch):
     ids = torch.ones(2, 8, dtype=torch.long)
     with nullcontext() if loaded else pytest.raises(AttributeError, match="num_experts"):
         assert model(input_ids=ids, labels=ids, fused_lm_head=True).aux_loss > 0
+
+
+def test_canary_disable_dropout():
+    """Stock TRL leaves OPT's rates; if that ever ends, disable_noise can go."""
+    shape = {"vocab_size": 64, "hidden_size": 16, "ffn_dim": 16, "word_embed_proj_dim": 16, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(OPTConfig(**shape, num_hidden_layers=1, dropout=0.1))
+    disable_dropout_in_model(model)
+    layer = model.model.decoder.layers[0]
+    assert layer.dropout == 0.1
+    disable_noise(model)
+    assert layer.dropout == layer.self_attn.dropout == 0.0
 
 
 def test_routers_loss_of_a_policy_without_experts_is_refused(tiny_folder):
