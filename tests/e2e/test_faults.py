@@ -233,7 +233,7 @@ class Fault:
         if "read-only" in self.kind:
             subprocess.run(["umount", self.disk], check=True)
         if self.processes == 1 and "kill" not in self.kind:
-            assert "Traceback" not in log and log.count("error: ") == (code in (1, 2)), log[-3000:]
+            assert "Traceback" not in log and log.count("\nerror: ") == (code in (1, 2)), log[-3000:]
         return code
 
     def start_second(self, uninterrupted) -> None:
@@ -254,7 +254,8 @@ class Fault:
             self.begin()
             self.run.until(lambda: "the largest micro-batch has" in self.run.log)
             time.sleep(self.dice.random())
-            self.run.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.run.kill()
         run = self.run
         for fault in ("others", "errno"):
             (self.disk / fault).unlink(missing_ok=True)
