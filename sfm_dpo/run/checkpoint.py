@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,9 @@ def stop_requested(run: str | Path) -> bool:
 
 
 def stop_is_for_good(run: str | Path) -> bool:
-    return stop_requested(run) and (Path(run) / STOP).read_text(errors="replace").strip() == FOR_GOOD
+    with suppress(FileNotFoundError):  # none, or rank 0 has just removed it
+        return (Path(run) / STOP).read_text(errors="replace").strip() == FOR_GOOD
+    return False
 
 
 def clear_stop(run: str | Path) -> None:

@@ -28,6 +28,7 @@ from sfm_dpo.run.checkpoint import (
     peak_checkpoint_count,
     rotate,
     step_of,
+    stop_is_for_good,
     stop_requested,
     why_damaged,
     why_incomplete,
@@ -227,3 +228,8 @@ def test_what_cannot_be_read_is_damage(tmp_path):
     (folder / "model.safetensors").mkdir()
     assert why_damaged(folder) == "has an unreadable model.safetensors (Is a directory)"
     assert why_damaged(folder, "*.json") is None
+
+
+def test_a_stop_file_that_rank_0_has_just_removed_is_not_for_good(tmp_path, monkeypatch):
+    monkeypatch.setattr("sfm_dpo.run.checkpoint.stop_requested", lambda run: True)  # a moment before
+    assert not stop_is_for_good(tmp_path)
