@@ -254,7 +254,8 @@ class TrainingRun:
             log.error(message)
         if end.state == State.COLLAPSED and self.folder and is_main_process():
             health = read_file(self.folder / HEALTH)
-            write_json(self.folder / HEALTH, health | {"verdict": "collapsed", "stopped": True})
+            with suppress(OSError):  # the disk may be full; status.json matters more
+                write_json(self.folder / HEALTH, health | {"verdict": "collapsed", "stopped": True})
         if self.folder and message:
             write_status(self.folder, State(end.state), end.exit_code, message, any_rank=not is_stop, **status)
             if self.lease:

@@ -40,6 +40,8 @@ CHANGES += ({"bos_token_id": 1}, {"layer_types": ["full_attention", "linear_atte
 KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - {"bigbird_pegasus"})  # it attends to random blocks
 # Of these the memory is planned, too: traced, guessed, without checkpointing
 PLANNED = ("gpt_oss", "jetmoe", "llama", "mamba")
+# These must train: softcap, sinks; and rates of dropout or jitter that TRL leaves on
+TRAINED = ("gemma2", "gpt_oss", "opt", "phimoe", "seed_oss")
 
 
 def make_model(kind: str, folder) -> str:
@@ -89,7 +91,7 @@ def test_a_decoder_type_trains_packed_as_padded_or_is_refused_in_one_line(kind, 
         run = tmp_path / name
         code = train_dpo.main(on_cpu(tmp_path / "model", data, run, **fields | {"padding_free": packed}))
         captured = capsys.readouterr()
-        assert code in (0, 2), captured.err
+        assert code in ((0,) if kind in TRAINED else (0, 2)), captured.err
         assert code == 0 or len([line for line in captured.err.splitlines() if line.startswith("error: ")]) == 1
         losses[name] = [entry["loss"] for entry in logged(run)] if code == 0 else None
     if losses["padded"] is None:

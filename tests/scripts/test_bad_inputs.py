@@ -146,6 +146,7 @@ CASES = {
     ],
     "throughput": [("--pairs 3", "--pairs 3: give a multiple of 4 x --accumulation 4")],
     "train_dpo": [
+        (f"{TRAIN} --use_peft --lora_target_modules qproj", "lora_target_modules", "name modules of the model"),
         (f"{TRAIN} --warmup_steps 9", "warmup_steps 9: the run has only 2 step(s), on 8 pairs; use a smaller"),
         (f"{TRAIN} --global_batch_size 8", "the run has only 1 step(s), on 8 pairs", "or set warmup_steps: 0"),
         (f"{TRAIN} --global_batch_size 16", "there are only 8 pairs", "use a smaller global_batch_size (2), or"),
