@@ -322,6 +322,15 @@ def test_failures_that_pass_are_waited_for(hub, run):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("request_line", ["POST .*/preupload/", "POST .*/objects/batch", "POST .*/commit/"])
+def test_a_repository_that_is_renamed_during_a_push_gets_the_model(hub, run, request_line):
+    hub.fault(request_line, "lab/renamed")
+    assert push(run) == 0
+    assert hub.repos.keys() == {"lab/renamed"}
+    assert WEIGHTS in hub.repos["lab/renamed"].files("main")
+    assert "/lab/model/commit/" in read_status(run)["pushed"], "the Hub redirects from there"
+
+
 def test_what_a_run_saves_says_how_its_weights_are(tiny_folder, write_rows, tmp_path, no_report):
     """The base model is in 16 bit, and was saved by Trainer."""
     base = tmp_path / "base"
