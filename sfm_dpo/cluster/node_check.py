@@ -1,4 +1,4 @@
-"""Node check: tests GPUs, folders and an all-reduce across all ranks, and measures both, before a job trains.
+"""Node check: tests GPUs, compiler, folders and an all-reduce across all ranks before a job trains.
 
     torchrun --nproc-per-node 4 -m sfm_dpo.cluster.node_check --output_dir outputs/dpo
 
@@ -11,16 +11,12 @@ import logging
 import os
 import pickle
 import shutil
-import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import timeit
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -37,10 +33,6 @@ log = logging.getLogger("sfm_dpo.cluster.node_check")  # __name__ is __main__
 JOIN_SECONDS = 300  # time for all ranks to join: importing torch from a cold shared disk is slow
 REDUCE_SECONDS = 120  # the first communicator of many nodes takes long
 
-PRODUCT = "TFLOPS in a matrix product"
-INSIDE = "GB/s in an all-reduce inside a node"
-BETWEEN = "GB/s in an all-reduce between nodes"
-
 
 class Fault(NamedTuple):
     text: str
@@ -48,7 +40,6 @@ class Fault(NamedTuple):
 
 
 Report = tuple[str, list[Fault]]  # of a rank's host
-Rates = dict[str, tuple[float, str]]  # of a rank, by unit and operation, with its node and device
 HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
 RANK = int(os.environ.get("RANK", "0"))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -129,10 +120,6 @@ def check_all(folders: dict[str, Path], store: dist.Store) -> list[Report]:
     for check in (check_sharing, check_all_reduce):
         if not any(lines for _, lines in reports):
             reports = gather(store, check.__name__, (HOST, check(folders, store)))
-    if not any(lines for _, lines in reports):
-        rates = gather(store, "rates", measure_rates([host for host, _ in reports]))
-        if is_main_process():
-            log_rates(rates)
     if dist.is_initialized():
         dist.destroy_process_group()
     store.set(f"end of rank {RANK}", "")
@@ -218,46 +205,6 @@ def check_all_reduce(folders: dict[str, Path], store: dist.Store) -> list[Fault]
     if bool((numbers == ranks * (ranks + 1) / 2).all()):
         return []
     return [Fault(f"{numbers.device}: an all-reduce over {ranks} ranks gave {numbers[0].item():g}")]
-
-
-def log_rates(rates: list[Rates]) -> None:
-    for what in (PRODUCT, INSIDE, BETWEEN):
-        if measured := [of_rank[what] for of_rank in rates if what in of_rank]:
-            slowest, name = min(measured)
-            log.info(f"{what}: {slowest:.3g} ({name}) to {max(measured)[0]:.3g}")
-
-
-def measure_rates(hosts: list[str]) -> Rates:
-    """Of this rank's matrix product, and of all-reduces inside its node and over all nodes. `hosts`: of each rank."""
-    name = f"{HOST} {DEVICE_NAME}"
-    size = 8192 if ON_GPU else 512
-    matrix = torch.randn(size, size, dtype=torch.bfloat16 if ON_GPU else torch.float32, device=DEVICE)
-    product = torch.empty_like(matrix)
-    seconds = measure_seconds(partial(torch.matmul, matrix, matrix, out=product), product)
-    rates = {PRODUCT: (2e-12 * size**3 / seconds, name)}
-    numbers = torch.zeros(2**28 if ON_GPU else 2**20, device=DEVICE)  # 1 GiB on a GPU
-    groups: dict[str, Any] = {}
-    inside = [rank for rank, host in enumerate(hosts) if host == HOST]
-    if len(inside) > 1:
-        groups[INSIDE] = dist.new_group(inside, timedelta(seconds=REDUCE_SECONDS), use_local_synchronization=True)
-    if len(set(hosts)) > 1:
-        groups[BETWEEN] = dist.group.WORLD
-    for what, group in groups.items():
-        ranks = group.size()
-        seconds = measure_seconds(partial(dist.all_reduce, numbers, group=group), numbers)
-        moved = 2 * (ranks - 1) / ranks * numbers.nbytes  # by each rank: NCCL's bus bandwidth
-        rates[what] = (1e-9 * moved / seconds, name)
-    return rates
-
-
-def measure_seconds(action: Callable[[], Any], result: torch.Tensor) -> float:
-    """The median of ten calls of `action`, which writes `result`, after one that warms up."""
-
-    def once() -> None:
-        action()
-        result.flatten()[0].item()  # waits for the device
-
-    return statistics.median(timeit.repeat(once, number=1, repeat=11)[1:])
 
 
 def run(argv: list[str]) -> NoReturn:

@@ -84,12 +84,9 @@ def test_a_rank_whose_all_reduce_fails_says_why_itself(tmp_path):
 
 
 @pytest.mark.slow
-def test_healthy_nodes_log_their_rates_and_leave_nothing_behind(tmp_path):
+def test_healthy_nodes_leave_nothing_behind(tmp_path):
     codes, output = check(tmp_path, 3, [{}, {"SLURMD_NODENAME": "n1"}, {}])
     assert codes == [0] * 3, output
-    assert re.search(r" TFLOPS in a matrix product: \S+ \(n[13] CPU 0\) to \S+\n", output)
-    assert re.search(r" GB/s in an all-reduce inside a node: \S+ \(n1 CPU 0\) to \S+\n", output)
-    assert re.search(r" GB/s in an all-reduce between nodes: \S+ \(n[13] CPU 0\) to \S+\n", output)
     assert "node check: 2 node(s), 3 rank(s) are healthy" in output
     assert not [path for folder in ("run", "hf") for path in (tmp_path / folder).iterdir()]
 
