@@ -27,6 +27,7 @@ from sfm_dpo.model.packing import find_delta_nets
 
 SHAPES = "packed_shapes"  # packed attention with the GPU's kernel, whose shapes are known on every device
 TRACED_TOKENS = 4096  # below, a mixture of experts and an LM head's copies are not linear in the tokens
+TRACED_RECURRENT_TOKENS = 1024  # transformers' own code of a gated delta net is slow
 TRACED_SEQUENCES = 2
 HEAD_TOKENS = 4096  # rows of a tile of logits (TRL 1.16, kernels/chunked_logprob.py)
 HEAD_COLUMNS = 32768
@@ -80,8 +81,9 @@ def _trace(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, pa
         half = _trace(config, torch.bfloat16, checkpointing, packed)  # products over experts need 16 bit
         return Activations(2 * half.saved, 2 * half.peak)
     counts = count_kinds(text)
+    base = TRACED_RECURRENT_TOKENS if "linear_attention" in counts else TRACED_TOKENS
     totals = []
-    for tokens in (TRACED_TOKENS, 2 * TRACED_TOKENS):
+    for tokens in (base, 2 * base):
         one_each = _trace_bytes(config, dtype, checkpointing, list(counts), tokens, packed)
         others = 0
         for kind, count in counts.items():
@@ -89,8 +91,8 @@ def _trace(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, pa
                 with_another = _trace_bytes(config, dtype, checkpointing, [*counts, kind], tokens, packed)
                 others = others + (count - 1) * (with_another - one_each)
         totals.append(one_each + others)
-    per_token = (totals[1] - totals[0]) / TRACED_TOKENS
-    fixed = totals[0] - per_token * TRACED_TOKENS
+    per_token = (totals[1] - totals[0]) / base
+    fixed = totals[0] - per_token * base
     saved, peak = np.stack([fixed, per_token], axis=1)
     return Activations(saved, peak)
 

@@ -102,7 +102,7 @@ def test_memory_of_a_real_run_is_within_15_percent(tmp_path, tiny_folder, write_
 # Saved for the backward by a layer and token, in units of 2 bytes x hidden size, as counted from the models' code
 UNITS = {"gpt_neox_6.9b": 17.1, "olmo3_7b": 32.9}
 SHAPES = sorted(path.parent.name for path in PROJECT.glob("bench/shapes/*/config.json"))
-# Others of their class are traced; olmo_hybrid_7b takes minutes
+# Others of their class are traced; a whole olmo_hybrid_7b takes minutes
 NOT_TRACED = ("gpt_neox_6.9b", "olmo2_1b", "olmo2_13b", "olmo3_32b", "olmo_hybrid_7b")
 TRACED = [pytest.param(name, marks=pytest.mark.grid) for name in SHAPES if name not in NOT_TRACED]
 
@@ -134,10 +134,9 @@ def test_the_plan_of_some_checkpointed_layers_is_their_trace(count):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("share", [0, 1])  # between, layers of unequal size make it approximate
-def test_the_plan_of_recurrent_layers_is_a_trace_of_transformers_own_code(share, monkeypatch):
+def test_the_plan_of_recurrent_layers_is_a_trace_of_transformers_own_code(share):
     """At fewer tokens and layers: that code takes seconds for a thousand tokens. fla's kernels, which save less, are
     compiled by Triton for a GPU only, so the plan is an upper bound for them."""
-    monkeypatch.setattr("sfm_dpo.memory.activations.TRACED_TOKENS", 1024)
     config = AutoConfig.from_pretrained(PROJECT / "bench/shapes/olmo_hybrid_7b")
     config.num_hidden_layers = 4
     config.layer_types = [*3 * ["linear_attention"], "full_attention"]
