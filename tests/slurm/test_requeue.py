@@ -109,27 +109,34 @@ WHERE = {  # by phase of a run, what its log then says; "folder": what is in its
     "final save": "folder: config.json",
     "report": "step 8/",
 }
+EVALUATED = {"max_steps": 8, "save_steps": 5, "global_batch_size": 4}
+EVALUATED |= {"eval_fraction": 0.25, "eval_strategy": "steps", "eval_steps": 4}
 
 
-@pytest.mark.skipif("FAULTS" not in os.environ, reason="takes minutes; FAULTS=100 runs it, as tests/e2e/test_faults.py")
-def test_a_signal_in_each_phase_is_obeyed_or_comes_too_late(cluster, project):
-    fields = {"max_steps": 8, "save_steps": 5, "global_batch_size": 4}
-    fields |= {"eval_fraction": 0.25, "eval_strategy": "steps", "eval_steps": 4}
-    end_of(cluster, project, submit(cluster, project, "whole", env=ONE, **fields))
-    for phase, sign in WHERE.items():
-        job = submit(cluster, project, f"in {phase}", env=ONE | {"SKIP_HEALTHCHECK": "0"}, **fields)
-        run = project / f"outputs/in {phase}"
-        log = project / f"logs/dpo-train-{job}.out"
-        file = run / sign.removeprefix("folder: ")
-        wait_for(lambda: file.exists() or (log.exists() and sign in log.read_text()), 600, every=0.002)
-        cluster.run("scancel", "--signal=USR1", "--batch", job)
-        restarts = int(cluster.wait(job, 1800)["Restarts"])
-        text = end_of(cluster, project, job, restarts=restarts)
-        ends = re.findall("ended: (.*)", text)
-        print(f"| {phase} | {restarts} restart(s) | {' | '.join(ends)} |", flush=True)
-        assert ends[-1] == f"state done, exit code 0, step 8, {run.relative_to(project)}"
-        assert restarts == text.count("stopped and requeued") == len(ends) - 1 and "Traceback" not in text
-        assert_same(run, project / "outputs/whole")
+@pytest.fixture(scope="module")
+def whole(cluster, project) -> Path:
+    """A run of one process, which is evaluated and which nobody interrupts."""
+    end_of(cluster, project, submit(cluster, project, "whole", env=ONE, **EVALUATED))
+    return project / "outputs/whole"
+
+
+@pytest.mark.skipif("FAULTS" not in os.environ, reason="a minute each; FAULTS=100 runs them")
+@pytest.mark.parametrize("phase", WHERE)
+def test_a_signal_is_obeyed_in_each_phase_or_comes_too_late(cluster, project, whole, phase):
+    job = submit(cluster, project, f"in {phase}", env=ONE | {"SKIP_HEALTHCHECK": "0"}, **EVALUATED)
+    run = project / f"outputs/in {phase}"
+    log = project / f"logs/dpo-train-{job}.out"
+    sign = WHERE[phase]
+    file = run / sign.removeprefix("folder: ")
+    wait_for(lambda: file.exists() or (log.exists() and sign in log.read_text()), 600, every=0.002)
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    restarts = int(cluster.wait(job, 1800)["Restarts"])
+    text = end_of(cluster, project, job, restarts=restarts)
+    ends = re.findall("ended: (.*)", text)
+    print(f"| {phase} | {restarts} restart(s) | {' | '.join(ends)} |", flush=True)
+    assert ends[-1] == f"state done, exit code 0, step 8, outputs/in {phase}"
+    assert restarts == text.count("stopped and requeued") == len(ends) - 1 and "Traceback" not in text
+    assert_same(run, whole)
 
 
 # Stand-ins for train_dpo.py, which end as a run may end
