@@ -184,29 +184,41 @@ class TrainingRun:
         is_void = is_plain and self.has_made_folder and not self.facts and "LOCAL_RANK" not in os.environ
         if is_void:
             self.folder = None
-        folder = self.folder
         try:
             if end:
                 self._close(end)
-                is_translated = end is not error or end.__cause__  # its line does not say where it happened
-                if is_translated and folder and has_failed(folder):
-                    with suppress(OSError):  # the disk may be full
-                        write_atomically(folder / ERROR, mask("".join(traceback.format_exception(error))))
-            elif error and folder and folder.is_dir() and not has_failed(folder):
-                if message := message_of_rank(folder, "".join(traceback.format_exception_only(error)).strip()):
-                    write_status(folder, State.FAILED, 1, message, any_rank=True)
-                report(folder)
+            if error:
+                self._record_error(error, end)
         finally:
-            TrainingRun.is_alive = False
-            if self.watchdog:
-                self.watchdog.stop()
-            if is_void and self.output_dir:
-                shutil.rmtree(self.output_dir, ignore_errors=True)
-            if self.lease:
-                self.lease.release()
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
+            self._release(is_void)
         return end is not None
+
+    def _record_error(self, error: BaseException, end: RunEnd | None) -> None:
+        """Writes the traceback that an end's one line hides into ERROR, and a crash into status.json and report."""
+        folder = self.folder
+        if folder is None or not folder.is_dir():
+            return
+        if end:
+            is_translated = end is not error or end.__cause__  # its line does not say where it happened
+            if is_translated and has_failed(folder):
+                with suppress(OSError):  # the disk may be full
+                    write_atomically(folder / ERROR, mask("".join(traceback.format_exception(error))))
+        elif not has_failed(folder):
+            if message := message_of_rank(folder, "".join(traceback.format_exception_only(error)).strip()):
+                write_status(folder, State.FAILED, 1, message, any_rank=True)
+            report(folder)
+
+    def _release(self, is_void: bool) -> None:
+        """Gives back what this process has taken while the run was alive; removes the folder of a void start."""
+        TrainingRun.is_alive = False
+        if self.watchdog:
+            self.watchdog.stop()
+        if is_void and self.output_dir:
+            shutil.rmtree(self.output_dir, ignore_errors=True)
+        if self.lease:
+            self.lease.release()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
     def _explain(self, error: BaseException) -> RunEnd | None:
         """The end that an exception means; None for a crash."""
