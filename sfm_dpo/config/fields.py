@@ -32,13 +32,7 @@ from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
 from sfm_dpo.common.errors import UserError, collect_errors, user_input
-from sfm_dpo.config.checks import (
-    LOSS_TYPES,
-    check_fields,
-    check_known,
-    explain_migrated,
-    explain_unknown,
-)
+from sfm_dpo.config.checks import LOSS_TYPES, check_fields, check_known, explain_migrated, explain_unknown
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from datasets import Dataset, Features, Json, Value, concatenate_datasets
 from datasets.fingerprint import Hasher
 from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
+from trl.trainer.utils import remove_none_values
 
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config.checks import HELD_OUT
@@ -161,7 +162,8 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
     row = json.loads(stored[JSON_COLUMN]) if is_json else dict(stored)
     template = None
     try:
-        fields = row if is_json else drop_nulls({name: row.get(name) for name in _FIELDS})
+        # Arrow gives every struct of a column the keys of all others
+        fields = row if is_json else remove_none_values({name: row.get(name) for name in _FIELDS})
         pair = normalize_pair(*(fields.get(name) for name in PARTS))
         tools = fields.get("tools")
         arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
@@ -277,15 +279,6 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
         if calls := message.get("tool_calls"):
             messages[-1]["tool_calls"] = read_calls(calls)
     return messages
-
-
-def drop_nulls(value: Any) -> Any:
-    """`value` without keys that are None: Arrow gives every struct of a column the keys of all others."""
-    if isinstance(value, dict):
-        return {name: drop_nulls(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [drop_nulls(item) for item in value]
-    return value
 
 
 def read_calls(calls: Any) -> list[Any]:

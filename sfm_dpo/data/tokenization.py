@@ -31,14 +31,7 @@ from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs
-from sfm_dpo.data.rendering import (
-    REFUSALS,
-    find_tool_results,
-    find_unprinted,
-    frozen_clock,
-    list_texts,
-    render_pair,
-)
+from sfm_dpo.data.rendering import REFUSALS, find_tool_results, find_unprinted, frozen_clock, list_texts, render_pair
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.model.loading import load_model_config
 
