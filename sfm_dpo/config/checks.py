@@ -84,7 +84,8 @@ def read_migration() -> dict[str, str]:
         for row in csv.DictReader(file):
             here = row["here"] or "none"
             note = f" ({row['remark']})" if row["remark"] else ""
-            rows.setdefault(row["field"].split(".")[-1], here + note)
+            for field in row["fields"].split(", "):
+                rows.setdefault(field.split(".")[-1], here + note)
     return rows
 
 

@@ -63,9 +63,7 @@ class TrainConfig(DPOConfig):
     dataset_config: str | None = HfArg(default=None, help="Configuration of a Hub dataset or a folder; a subfolder.")
     dataset_train_split: str = HfArg(default="train", help="Split to train on.")
     max_samples: int | None = HfArg(default=None, help="Use a random sample of this many pairs, drawn with `seed`.")
-    eval_fraction: float = HfArg(
-        default=0.0, help="Share of the pairs held out for evaluation, by prompt, drawn with `seed`."
-    )
+    eval_fraction: float = HfArg(default=0.0, help="Share of the pairs held out, by prompt, drawn with `seed`.")
     eval_datasets: str | None = HfArg(default=None, help="More held-out sets: {math: m.jsonl, code: {path: org/set}}.")
     max_prompt_length: int | None = HfArg(default=None, help="Keep only the last tokens of a longer prompt.")
     overlong: Literal["truncate", "drop"] = HfArg(default="truncate", help="Pairs beyond max_length.")
@@ -271,8 +269,6 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     # accelerate's launcher drops a DeepSpeed config file's `use_cpu`, and without it accelerate finds no backend:
     # each CPU process would act as the only one.
     namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
-    if training and namespace.use_cpu and namespace.flash_attention != "auto":
-        log.info(f"flash_attention {namespace.flash_attention}: not used on a CPU, where SDPA computes attention")
     if namespace.bf16 is None:
         namespace.bf16 = not namespace.use_cpu  # TRL's default is true everywhere
     namespace.dtype = namespace.dtype or "float32"

@@ -283,7 +283,8 @@ def compare_paths(
             raise PathError(f"calibration: {difference}; {REPORT}", path=path)
     asked = trainer.config.train.flash_attention
     usable = ["fa2"]
-    for kernel in usable_kernels(asked) if takes_flash(trainer) else ():
+    takes_flash = trainer.packed and not trainer.attention_kernel().startswith("SDPA")
+    for kernel in usable_kernels(asked) if takes_flash else ():
         try:
             difference = find_difference(kernel, partial(run_by_kernel, kernel, compute, paths[-1]))
         except KernelError as error:
@@ -295,10 +296,6 @@ def compare_paths(
         else:
             usable.append(kernel)
     return noise["log-probs"], ratios, usable
-
-
-def takes_flash(trainer: Any) -> bool:
-    return trainer.packed and not trainer.attention_kernel().startswith("SDPA")
 
 
 class PathError(UserError):
@@ -383,11 +380,13 @@ def run_micro_batch(trainer: Any, model: Any, rows: Sequence[int], checkpointed_
 
 
 def choose_kernel(trainer: Any, model: Any, kernels: list[str]) -> tuple[str, dict[str, float]]:
-    """The kernel that is asked for, or the fastest of `kernels` by more than chance; and, if there are several, the
+    """The kernel that is asked for, or the fastest of `kernels` by more than chance; and, if several are compared, the
     milliseconds that an average micro-batch takes with each, all layers checkpointed: memory is measured later."""
     asked = trainer.config.train.flash_attention
+    if asked != "auto":
+        return asked, {}
     if len(kernels) == 1:
-        return (kernels[0] if asked == "auto" else asked), {}
+        return "fa2", {}
     rows = select_average(trainer, trainer.settings.micro_batch)
     milliseconds = {}
     run = partial(run_micro_batch, trainer, model, rows, len(blocks(model)))
@@ -396,8 +395,6 @@ def choose_kernel(trainer: Any, model: Any, kernels: list[str]) -> tuple[str, di
             if kernel != "fa2":
                 run_by_kernel(kernel, run)
         except KernelError as error:
-            if kernel == asked:
-                raise UserError(f"flash_attention {kernel}: {error}; set flash_attention: fa2") from error
             log.warning(f"calibration: {error}; it is not used")
             continue
         activate_flash(kernel)
@@ -405,7 +402,7 @@ def choose_kernel(trainer: Any, model: Any, kernels: list[str]) -> tuple[str, di
     fastest = min(milliseconds, key=lambda kernel: milliseconds[kernel])
     if milliseconds[fastest] > FASTER * milliseconds["fa2"]:
         fastest = "fa2"
-    return (fastest if asked == "auto" else asked), milliseconds
+    return fastest, milliseconds
 
 
 def select_average(trainer: Any, size: int) -> list[int]:

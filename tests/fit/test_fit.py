@@ -7,7 +7,7 @@ import pytest
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.process import available_memory
-from sfm_dpo.fit import fit
+from sfm_dpo.fit import calibration
 from sfm_dpo.fit.fit import AIM, ROUNDS, MemoryPlan, find_setting
 from tests.memory.test_planner import configuration, plan_memory
 
@@ -31,7 +31,7 @@ def find(planner, monkeypatch, limit: int, states: int, ratio) -> tuple[object, 
         tried.append(candidate)
         return states + activations, activations
 
-    monkeypatch.setattr(fit, "measure_memory", measure)
+    monkeypatch.setattr(calibration, "measure_memory", measure)
     config = SimpleNamespace(train=SimpleNamespace(precompute_ref_log_probs=True))
     trainer = SimpleNamespace(ref_model=None, config=config)
     return find_setting(trainer, None, MemoryPlan(planner, states, 0, limit), states), tried
