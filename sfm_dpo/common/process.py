@@ -1,6 +1,5 @@
 """Processes: who one is, whether it still runs, what it may use of memory, and what a command prints."""
 
-import ctypes
 import os
 import platform
 import re
@@ -54,12 +53,6 @@ def ask(*command: str, stderr: int | None = None) -> str | None:
 
 def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
-
-
-def give_back_freed_pages() -> None:
-    """Returns to the system what this process has freed; glibc keeps it, and it would count as used."""
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_memory(root: str = "/") -> int:

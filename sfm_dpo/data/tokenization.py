@@ -38,8 +38,6 @@ from sfm_dpo.model.loading import load_model_config
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
 # span or a drop reason.
 TOKENS_VERSION = 12
-# Rows per tokenizer call: it needs about 300 bytes per token besides the ids, and a long pair has 50,000 tokens.
-BATCH_ROWS = 100
 _TOKENS = Features(
     {f"{part}_ids": List(Value("int32")) for part in PARTS}
     | {f"{part}_length": Value("int32") for part in PARTS}
@@ -223,7 +221,7 @@ def tokenize_pairs(
     tokens = pairs.map(
         _tokenize_batch,
         batched=True,
-        batch_size=BATCH_ROWS,
+        batch_size=100,  # a call takes 300 bytes a token besides the ids, and a long pair has 50,000 tokens
         fn_kwargs=options,
         remove_columns=pairs.column_names,
         features=_TOKENS,

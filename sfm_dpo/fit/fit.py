@@ -228,7 +228,9 @@ def find_setting(trainer: Any, model: Any, plan: MemoryPlan, resident: int) -> C
     tokens and no more checkpointed layers than a setting that did not fit is never tried.
     """
     ratio = 1.0 if plan.planner.on_gpu else CPU_RATIO
-    absent = max(0, plan.absent - calibration.count_released(trainer))
+    absent = plan.absent
+    if trainer.ref_model is not None and trainer.config.train.precompute_ref_log_probs:  # freed once it is cached
+        absent = max(0, absent - sum(parameter.nbytes for parameter in trainer.ref_model.parameters()))
     states = resident + absent
     fitting: list[Candidate] = []
     failed: list[Candidate] = []

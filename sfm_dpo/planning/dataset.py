@@ -24,9 +24,6 @@ from sfm_dpo.model.loading import load_model_config, meta_model
 from sfm_dpo.planning.length_advice import PERCENTILES, analyze_lengths
 from sfm_dpo.report.plots import COLORS, INK, STYLE
 
-# If one side is longer in at least this share of the pairs, length alone predicts the preference.
-LENGTH_BIAS = 0.6
-
 
 def analyze_dataset(
     config: Config, min_coverage: float, min_tokens_kept: float, dropped_file: Path | None = None
@@ -83,7 +80,7 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pair
     chosen_longer = result["length_bias"]["chosen_longer"]
     share = max(chosen_longer, 1 - chosen_longer)
     side, preferred = ("chosen", "longer") if chosen_longer >= 0.5 else ("rejected", "shorter")
-    if share >= LENGTH_BIAS:
+    if share >= 0.6:  # length alone predicts the preference
         text = f"the {side} response is the longer one in {share:.1%} of the pairs: DPO will learn to prefer "
         findings.append({"level": "warning", "text": f"{text}{preferred} answers; balance them by filter_script"})
     repeated_pairs = len(texts) - len(set(texts["pair_key"]))
