@@ -11,7 +11,6 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config.fields import Config
@@ -159,7 +158,7 @@ def draw_lengths(result: dict[str, Any], path: Path) -> None:
         axes.axvline(best, color=INK, linewidth=1.1, linestyle="--", label=f"recommended: {best:,}")
         axes.set(title="Lengths", xlabel="tokens", ylabel="share of pairs up to this length", ylim=(0, 1.04))
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:.0%}")
         figure.legend(loc="outside lower left", ncols=3)  # inside, every corner may hold a curve
         figure.savefig(path, facecolor="white")
