@@ -217,12 +217,11 @@ def tokenize_pairs(
     # Replaces datasets' own key, which hashes the tokenizer's state, and that changes with use.
     versions = (TOKENS_VERSION, transformers.__version__, datasets.__version__)
     key = (pairs._fingerprint, tokenizer_key(tokenizer), versions, mask_tool_results, template_date)
-    options = {"tokenizer": tokenizer, "mask_tool_results": mask_tool_results, "template_date": template_date}
     tokens = pairs.map(
         _tokenize_batch,
         batched=True,
         batch_size=100,  # a call takes 300 bytes a token besides the ids, and a long pair has 50,000 tokens
-        fn_kwargs=options,
+        fn_kwargs={"tokenizer": tokenizer, "mask_tool_results": mask_tool_results, "template_date": template_date},
         remove_columns=pairs.column_names,
         features=_TOKENS,
         num_proc=num_proc,

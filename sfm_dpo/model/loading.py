@@ -228,11 +228,9 @@ def identify_models(config: Config, known: dict[str, Any], before: dict[str, Any
 def identify_model(config: Config) -> str:
     """What decides the model's log-probs: its commit on the Hub, or a hash of weights and configuration in its folder.
     All ranks must call it. Raises UserError if its configuration cannot be loaded."""
-
-    def identify() -> str:
-        return _identify(config.model.model_name_or_path, config.revision, load_model_config(config))
-
-    return config.model_ids.get(config.model_field) or on_main_process(identify)
+    name = config.model.model_name_or_path
+    known = config.model_ids.get(config.model_field)
+    return known or on_main_process(lambda: _identify(name, config.revision, load_model_config(config)))
 
 
 def _identify(name: str, revision: str | None, model_config: PretrainedConfig) -> str:
