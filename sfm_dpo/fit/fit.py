@@ -92,7 +92,8 @@ def fit(trainer: Any, before: Before) -> RunFacts:
     # ZeRO-3 and FSDP2 shard the policy only when training begins
     is_whole = trainer.zero_stage != 3 and not trainer.is_fsdp_enabled
     resident = max(gather(int(calibration.reset_peak_memory())))  # before anything has run
-    failing = user_input("calibration: the model's own code fails", "choose another model, or report it upstream")
+    remedy = "choose another model, set flash_attention: fa2, or report it upstream"
+    failing = user_input("calibration: the model's own code fails", remedy)
     with failing, calibration.base_policy(trainer) as model:
         noise, ratios, kernels = choose_path(trainer, model, is_whole)
         plan = plan_memory(trainer, resident, is_whole)
@@ -105,7 +106,7 @@ def fit(trainer: Any, before: Before) -> RunFacts:
                 try:
                     candidate = find_setting(trainer, model, plan, resident)
                 except Exception as error:  # of a kernel, on rows longer than those compared; the same on all ranks
-                    if isinstance(error, RunEnd) or flash == "fa2":
+                    if isinstance(error, RunEnd) or flash in ("fa2", trainer.config.train.flash_attention):
                         raise
                     log.warning(f"calibration: {flash} fails: {str(error)[:300]}; it is not used")
                     trainer.use(replace(trainer.settings, flash_attention="fa2"))
