@@ -24,7 +24,6 @@ NOISE = {
     "huggingface_hub.utils._http": "Retrying in|thrown while requesting",  # what fails in the end says so
     "transformers.training_args": "The speedups for torchdynamo",
 }
-_PREFIX = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 
 class LineHandler(logging.Handler):
@@ -32,11 +31,11 @@ class LineHandler(logging.Handler):
     masked. sfm_dpo.setup() installs it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = mask(_PREFIX.get(record.levelno, "") + record.getMessage())
+        message = mask(record.getMessage())
         if not is_main_process() and record.levelno < logging.ERROR:
             return
         if record.levelno >= logging.WARNING:
-            print(message, file=sys.stderr, flush=True)
+            print(f"{record.levelname.lower()}: {message}", file=sys.stderr, flush=True)
         else:
             print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
 

@@ -27,26 +27,19 @@ _SINGLE = {
 
 def settle_launch(by_ranks: bool) -> None:
     """Makes this process a rank or a single process for all libraries. With `by_ranks` it is a rank if a launcher has
-    set all variables of one; UserError if there are only some, or they contradict each other. A single process loses
-    them. Call it before importing a library that reads them."""
+    set all variables of one; UserError if there are only some. A single process loses them. Call it before importing a
+    library that reads them."""
     missing = [name for name in _COMPLETE if name not in os.environ]
-    if by_ranks and not missing and _is_consistent():
+    if by_ranks and not missing:
         return
     several = [name for name, value in _SINGLE.items() if os.environ.get(name, value).lower() != value]
-    if by_ranks and (several or not missing):
+    if by_ranks and several:
         named = dict.fromkeys([*several, *_COMPLETE])
         given = " ".join(f"{name}={os.environ[name]}" for name in named if name in os.environ)
-        what = f"set without {', '.join(missing)}" if missing else "contradict each other"
         remedy = "unset them for a single process, or use accelerate launch or torchrun, which set all"
-        raise UserError(f"{given}: {what}; {remedy}")
+        raise UserError(f"{given}: set without {', '.join(missing)}; {remedy}")
     for name in _SINGLE:
         os.environ.pop(name, None)
-
-
-def _is_consistent() -> bool:
-    if not all(os.environ[name].isdecimal() for name in _COMPLETE if name != "MASTER_ADDR"):
-        return False
-    return int(os.environ["LOCAL_RANK"]) <= rank() < world_size()
 
 
 def is_main_process() -> bool:

@@ -16,11 +16,9 @@ _OF_MACHINE = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS,
 
 # What to do about a failed read or write
 DISK_REMEDIES = {
-    errno.ENOSPC: "free space",
-    errno.EDQUOT: "free space",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "give yourself write permission"),
     errno.EFBIG: "raise `ulimit -f`",
-    errno.EACCES: "give yourself write permission",
-    errno.EPERM: "give yourself write permission",
     errno.EROFS: "use another node, or have it mounted read-write",
     errno.EIO: "check its disk or file server",
     errno.ESTALE: "check its file server",

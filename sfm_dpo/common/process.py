@@ -1,8 +1,8 @@
 """Processes: who one is, whether it still runs, what it may use of memory, and what a command prints."""
 
-import ctypes
 import os
 import platform
+import re
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -55,29 +55,18 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-def give_back_freed_pages() -> None:
-    """Returns to the system what this process has freed; glibc keeps it, and it would count as used."""
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def available_memory(root: str = "/") -> int:
     """Bytes of main memory that this process may still take: of the machine's, and of the limits of its cgroup and of
     each cgroup above; Slurm limits the job's. `root`: where the file systems proc and sys are."""
     rooms = [psutil.virtual_memory().available]
     groups = Path(root, "proc/self/cgroup")
-    for line in groups.read_text().splitlines() if groups.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        base = Path(root, "sys/fs/cgroup", controllers)  # version 1 has a tree for each controller
-        group = base / path.lstrip("/")
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+    found = re.search("^0::/(.*)$", groups.read_text(), re.MULTILINE) if groups.is_file() else None
+    if found:
+        group = Path(root, "sys/fs/cgroup", found[1])
         for folder in (group, *group.parents):
-            if not folder.is_relative_to(base):
-                break
             with suppress(OSError, ValueError):  # no limit: no file, or `max`
-                limit, used = (int((folder / name).read_text()) for name in names)
+                limit = int((folder / "memory.max").read_text())
+                used = int((folder / "memory.current").read_text())
                 rooms.append(limit - used + _count_cache(folder))
     return max(0, min(rooms))
 

@@ -84,7 +84,8 @@ def read_migration() -> dict[str, str]:
         for row in csv.DictReader(file):
             here = row["here"] or "none"
             note = f" ({row['remark']})" if row["remark"] else ""
-            rows.setdefault(row["field"].split(".")[-1], here + note)
+            for field in row["fields"].split(", "):
+                rows.setdefault(field.split(".")[-1], here + note)
     return rows
 
 
@@ -156,12 +157,9 @@ def list_batch_conflicts(c: argparse.Namespace, world_size: int) -> Iterator[Con
         pairs = f"per_device_train_batch_size {given} x " if given else ""
         yield "global_batch_size", f"is not a multiple of {pairs}{world_size} process(es); choose {size}"
     elif c.gradient_accumulation_steps not in accumulation:
-        product = f"{c.gradient_accumulation_steps} x {world_size} process(es) x "
-        if given:
-            meant = f": {given * c.gradient_accumulation_steps * world_size} ({product}{given} pairs)"
-        else:
-            meant = f" to {product}the pairs per device (TRL's default: {DPOConfig.per_device_train_batch_size})"
-        remedy = f"remove the field, and set global_batch_size{meant}"
+        pairs = given or f"the pairs per device (TRL's default: {DPOConfig.per_device_train_batch_size})"
+        product = f"{c.gradient_accumulation_steps} x {world_size} process(es) x {pairs}"
+        remedy = f"remove the field, and set global_batch_size to {product}"
         yield "gradient_accumulation_steps", f"follows from global_batch_size {c.global_batch_size}; {remedy}"
     if c.checkpointed_layers and False in (c.gradient_checkpointing, c.activation_checkpointing):
         yield "checkpointed_layers", "gradient_checkpointing is false; remove one of the two"
@@ -255,13 +253,6 @@ def check_length_of_run(args: Any, pairs: int) -> None:
         )
 
 
-def advise_batch(args: Any, pairs: int) -> str:
-    """The remedy for a run of too few steps: at least ten in an epoch, if its `pairs` allow it."""
-    unit = args.world_size * (args.per_device_train_batch_size or 1)
-    size = max(1, pairs // 10 // unit) * unit
-    return f"use a smaller global_batch_size ({size if size <= pairs else 'fewer pairs per device'}), or more data"
-
-
 def find_template_errors(template: str | None, training: bool) -> Iterator[str]:
     """What is wrong with an eval_command, each with its remedy."""
     if not template:
@@ -282,11 +273,8 @@ def find_template_errors(template: str | None, training: bool) -> Iterator[str]:
 def check_known(field: str, name: Any, known: Iterable[str]) -> None:
     """Raises UserError if `name`, a value of `field`, is not among the known ones."""
     if name not in known:
-        near = (
-            explain_migrated(f"{field}: {name}")
-            or nearest(name, known)
-            or f"; the known ones are {', '.join(sorted(known))}"
-        )
+        every = f"; the known ones are {', '.join(sorted(known))}"
+        near = explain_migrated(f"{field}: {name}") or nearest(name, known) or every
         raise UserError(f"{field} {name}: unknown{near}")
 
 

@@ -11,7 +11,6 @@ import fcntl
 import functools
 import json
 import logging
-import netrc
 import os
 import re
 import tempfile
@@ -32,13 +31,7 @@ from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
 from sfm_dpo.common.errors import UserError, collect_errors, user_input
-from sfm_dpo.config.checks import (
-    LOSS_TYPES,
-    check_fields,
-    check_known,
-    explain_migrated,
-    explain_unknown,
-)
+from sfm_dpo.config.checks import LOSS_TYPES, check_fields, check_known, explain_migrated, explain_unknown
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +62,7 @@ class TrainConfig(DPOConfig):
     dataset_config: str | None = HfArg(default=None, help="Configuration of a Hub dataset or a folder; a subfolder.")
     dataset_train_split: str = HfArg(default="train", help="Split to train on.")
     max_samples: int | None = HfArg(default=None, help="Use a random sample of this many pairs, drawn with `seed`.")
-    eval_fraction: float = HfArg(
-        default=0.0, help="Share of the pairs held out for evaluation, by prompt, drawn with `seed`."
-    )
+    eval_fraction: float = HfArg(default=0.0, help="Share of the pairs held out, by prompt, drawn with `seed`.")
     eval_datasets: str | None = HfArg(default=None, help="More held-out sets: {math: m.jsonl, code: {path: org/set}}.")
     max_prompt_length: int | None = HfArg(default=None, help="Keep only the last tokens of a longer prompt.")
     overlong: Literal["truncate", "drop"] = HfArg(default="truncate", help="Pairs beyond max_length.")
@@ -277,8 +268,6 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     # accelerate's launcher drops a DeepSpeed config file's `use_cpu`, and without it accelerate finds no backend:
     # each CPU process would act as the only one.
     namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
-    if training and namespace.use_cpu and namespace.flash_attention != "auto":
-        log.info(f"flash_attention {namespace.flash_attention}: not used on a CPU, where SDPA computes attention")
     if namespace.bf16 is None:
         namespace.bf16 = not namespace.use_cpu  # TRL's default is true everywhere
     namespace.dtype = namespace.dtype or "float32"
@@ -454,11 +443,8 @@ def read_mixture(text: str) -> list[DatasetConfig]:
 
 def has_wandb_login() -> bool:
     """Whether `wandb login` has stored a key in ~/.netrc. wandb.login would fix the run's id, which is set later."""
-    try:
-        hosts = netrc.netrc(os.environ.get("NETRC")).hosts
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return any("wandb" in host or host == "api.forge.coreweave.com" for host in hosts)
+    file = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    return file.is_file() and bool(re.search("wandb|api.forge.coreweave.com", file.read_text()))
 
 
 def resolve_report_to(report_to: list[str]) -> list[str]:

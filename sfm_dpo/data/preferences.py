@@ -21,6 +21,7 @@ from datasets import Dataset, Features, Json, Value, concatenate_datasets
 from datasets.fingerprint import Hasher
 from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
+from trl.trainer.utils import remove_none_values
 
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config.checks import HELD_OUT
@@ -31,7 +32,6 @@ from sfm_dpo.data.sources import JSON_COLUMN, column_names, explain_cache_errors
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
 PAIRS_VERSION = 9
 TOOL_ROLES = ("tool", "environment")  # they hold the result of a call
-RESPONSE_ROLES = ("assistant", *TOOL_ROLES)
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
 _FIELDS = (*PARTS, "tools", "chat_template_kwargs", "system")
 _PAIR = Features(
@@ -56,7 +56,12 @@ def load_pairs(config: Config) -> Pairs:
     cannot be read or split."""
     args = config.train
     pairs = read_pairs(list_sources(config), args.dataset_num_proc, args.filter_script)
-    train, repeats = drop_repeats(pairs.train, args.drop_duplicates)
+    train = pairs.train
+    repeats: list[dict[str, Any]] = []
+    if args.drop_duplicates != "no":
+        key = "prompt_key" if args.drop_duplicates == "prompts" else "pair_key"
+        is_repeat = train.select_columns(key).to_pandas().duplicated().to_numpy()
+        train, repeats = drop_rows(train, np.where(is_repeat, "duplicate", ""))
     if args.max_samples is not None and args.max_samples < len(train):
         drawn = np.random.default_rng(args.seed).permutation(len(train))[: args.max_samples]  # as Dataset.shuffle
         train = train.select(drawn)
@@ -76,16 +81,6 @@ def keeps(script: str, row: dict[str, Any]) -> bool:
     keep = load_keep(script)
     with user_input(f"filter_script {script}", f"correct keep(row) for the row {json.dumps(row, default=str)[:300]}"):
         return bool(keep(row))
-
-
-def drop_repeats(pairs: Dataset, drop_duplicates: str) -> tuple[Dataset, list[dict[str, Any]]]:
-    """The pairs (preferences.py) without repeats, except the first of each; and the dropped pairs, as in
-    Pairs.dropped_rows."""
-    if drop_duplicates == "no":
-        return pairs, []
-    key = "prompt_key" if drop_duplicates == "prompts" else "pair_key"
-    repeats = pairs.select_columns(key).to_pandas().duplicated().to_numpy()
-    return drop_rows(pairs, np.where(repeats, "duplicate", ""))
 
 
 def _split_by_prompt(pairs: Dataset, fraction: float, seed: int) -> dict[str, Dataset]:
@@ -161,7 +156,8 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
     row = json.loads(stored[JSON_COLUMN]) if is_json else dict(stored)
     template = None
     try:
-        fields = row if is_json else drop_nulls({name: row.get(name) for name in _FIELDS})
+        # Arrow gives every struct of a column the keys of all others
+        fields = row if is_json else remove_none_values({name: row.get(name) for name in _FIELDS})
         pair = normalize_pair(*(fields.get(name) for name in PARTS))
         tools = fields.get("tools")
         arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
@@ -221,7 +217,7 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     prompt = _join_prompts(prompt_messages, chosen[:common])
     chosen = chosen[common:]
     rejected = rejected[common:]
-    if any(message["role"] not in RESPONSE_ROLES for message in chosen + rejected):
+    if any(message["role"] not in ("assistant", *TOOL_ROLES) for message in chosen + rejected):
         return "prompts_differ"
     if not chosen or not rejected or _is_empty(chosen[-1]) or _is_empty(rejected[-1]):
         return "empty_response"
@@ -277,15 +273,6 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
         if calls := message.get("tool_calls"):
             messages[-1]["tool_calls"] = read_calls(calls)
     return messages
-
-
-def drop_nulls(value: Any) -> Any:
-    """`value` without keys that are None: Arrow gives every struct of a column the keys of all others."""
-    if isinstance(value, dict):
-        return {name: drop_nulls(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [drop_nulls(item) for item in value]
-    return value
 
 
 def read_calls(calls: Any) -> list[Any]:

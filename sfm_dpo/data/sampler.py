@@ -16,7 +16,6 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config.checks import advise_batch
 from sfm_dpo.config.fields import TrainConfig
 from sfm_dpo.data.lengths import Lengths
 
@@ -107,9 +106,12 @@ class PairSampler(Sampler[int]):
     def of(cls, lengths: Lengths, args: TrainConfig, micro_batch: int, packed: bool, shared: bool) -> "PairSampler":
         """The sampler of a run. Raises UserError if there are fewer pairs than a global batch."""
         if len(lengths) < args.global_batch_size:
+            unit = args.world_size * (args.per_device_train_batch_size or 1)
+            size = max(1, len(lengths) // 10 // unit) * unit  # ten steps, if there are as many pairs
+            advice = f"({size if size <= len(lengths) else 'fewer pairs per device'})"
             raise UserError(
                 f"global_batch_size {args.global_batch_size}: there are only {len(lengths)} pairs to train on, fewer "
-                f"than one optimizer step needs; {advise_batch(args, len(lengths))}"
+                f"than one optimizer step needs; use a smaller global_batch_size {advice}, or more data"
             )
         seed = args.seed if args.data_seed is None else args.data_seed
         sampler = cls(lengths, args.train_sampling_strategy, args.global_batch_size, micro_batch, seed, packed, shared)

@@ -31,22 +31,13 @@ from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs
-from sfm_dpo.data.rendering import (
-    REFUSALS,
-    find_tool_results,
-    find_unprinted,
-    frozen_clock,
-    list_texts,
-    render_pair,
-)
+from sfm_dpo.data.rendering import REFUSALS, find_tool_results, find_unprinted, frozen_clock, list_texts, render_pair
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.model.loading import load_model_config
 
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
 # span or a drop reason.
 TOKENS_VERSION = 12
-# Rows per tokenizer call: it needs about 300 bytes per token besides the ids, and a long pair has 50,000 tokens.
-BATCH_ROWS = 100
 _TOKENS = Features(
     {f"{part}_ids": List(Value("int32")) for part in PARTS}
     | {f"{part}_length": Value("int32") for part in PARTS}
@@ -226,12 +217,11 @@ def tokenize_pairs(
     # Replaces datasets' own key, which hashes the tokenizer's state, and that changes with use.
     versions = (TOKENS_VERSION, transformers.__version__, datasets.__version__)
     key = (pairs._fingerprint, tokenizer_key(tokenizer), versions, mask_tool_results, template_date)
-    options = {"tokenizer": tokenizer, "mask_tool_results": mask_tool_results, "template_date": template_date}
     tokens = pairs.map(
         _tokenize_batch,
         batched=True,
-        batch_size=BATCH_ROWS,
-        fn_kwargs=options,
+        batch_size=100,  # a call takes 300 bytes a token besides the ids, and a long pair has 50,000 tokens
+        fn_kwargs={"tokenizer": tokenizer, "mask_tool_results": mask_tool_results, "template_date": template_date},
         remove_columns=pairs.column_names,
         features=_TOKENS,
         num_proc=num_proc,

@@ -20,17 +20,7 @@ from sfm_dpo.config.checks import check_length_of_run
 from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.pairs import Pairs
-from sfm_dpo.fit.calibration import (
-    PathError,
-    base_policy,
-    choose_kernel,
-    compare_paths,
-    count_released,
-    measure_memory,
-    measure_speed,
-    reset_peak_memory,
-    select_pairs,
-)
+from sfm_dpo.fit import calibration
 from sfm_dpo.memory.activations import TraceError
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_pairs, asks_layers, memory_limit
 from sfm_dpo.model.loading import load_model_config
@@ -101,21 +91,22 @@ def fit(trainer: Any, before: Before) -> RunFacts:
     begin = time.monotonic()
     # ZeRO-3 and FSDP2 shard the policy only when training begins
     is_whole = trainer.zero_stage != 3 and not trainer.is_fsdp_enabled
-    resident = max(gather(int(reset_peak_memory())))  # before anything has run
-    failing = user_input("calibration: the model's own code fails", "choose another model, or report it upstream")
-    with failing, base_policy(trainer) as model:
+    resident = max(gather(int(calibration.reset_peak_memory())))  # before anything has run
+    remedy = "choose another model, set flash_attention: fa2, or report it upstream"
+    failing = user_input("calibration: the model's own code fails", remedy)
+    with failing, calibration.base_policy(trainer) as model:
         noise, ratios, kernels = choose_path(trainer, model, is_whole)
         plan = plan_memory(trainer, resident, is_whole)
         found = Calibration(noise, ratios)
         if is_whole and not trainer.args.preflight_only:
-            flash, milliseconds = choose_kernel(trainer, model, kernels)
+            flash, milliseconds = calibration.choose_kernel(trainer, model, kernels)
             trainer.use(replace(trainer.settings, flash_attention=flash))
             found = replace(found, kernels=milliseconds)
             if plan:
                 try:
                     candidate = find_setting(trainer, model, plan, resident)
                 except Exception as error:  # of a kernel, on rows longer than those compared; the same on all ranks
-                    if isinstance(error, RunEnd) or flash == "fa2":
+                    if isinstance(error, RunEnd) or flash in ("fa2", trainer.config.train.flash_attention):
                         raise
                     log.warning(f"calibration: {flash} fails: {str(error)[:300]}; it is not used")
                     trainer.use(replace(trainer.settings, flash_attention="fa2"))
@@ -123,7 +114,7 @@ def fit(trainer: Any, before: Before) -> RunFacts:
                 trainer.use(apply_candidate(trainer.settings, candidate))
                 planned = plan.states + candidate.activations
                 found = replace(found, planned_bytes=planned, measured_bytes=candidate.bytes)
-            found = replace(found, **measure_speed(trainer, model))
+            found = replace(found, **calibration.measure_speed(trainer, model))
         elif plan:
             candidate = plan.planner.choose(plan.limit, plan.states)
             if candidate.bytes > plan.limit and not trainer.args.preflight_only:
@@ -140,11 +131,11 @@ def fit(trainer: Any, before: Before) -> RunFacts:
 
 def choose_path(trainer: Any, model: Any, backward: bool) -> tuple[float, dict[str, float], list[str]]:
     """`compare_paths` once sharing, then packing, are off where they fail. Raises UserError for what is set."""
-    batches = select_pairs(trainer)
+    batches = calibration.select_pairs(trainer)
     while True:
         try:
-            return compare_paths(trainer, model, backward, batches)
-        except PathError as error:
+            return calibration.compare_paths(trainer, model, backward, batches)
+        except calibration.PathError as error:
             trainer.drop_path("prefix_sharing" if error.status["path"] == "shared" else "padding_free", str(error))
         except Exception as error:  # of the model's code, which may not take the arguments of packed attention
             if isinstance(error, RunEnd) or is_out_of_memory(error) or not trainer.packed:
@@ -238,13 +229,15 @@ def find_setting(trainer: Any, model: Any, plan: MemoryPlan, resident: int) -> C
     tokens and no more checkpointed layers than a setting that did not fit is never tried.
     """
     ratio = 1.0 if plan.planner.on_gpu else CPU_RATIO
-    absent = max(0, plan.absent - count_released(trainer))
+    absent = plan.absent
+    if trainer.ref_model is not None and trainer.config.train.precompute_ref_log_probs:  # freed once it is cached
+        absent = max(0, absent - sum(parameter.nbytes for parameter in trainer.ref_model.parameters()))
     states = resident + absent
     fitting: list[Candidate] = []
     failed: list[Candidate] = []
     candidate = plan.planner.choose(plan.limit if plan.planner.is_traced else 0, states, ratio)
     while candidate not in failed and len(fitting) + len(failed) < ROUNDS:
-        size, activations = measure_memory(trainer, model, candidate, absent, resident)
+        size, activations = calibration.measure_memory(trainer, model, candidate, absent, resident)
         shown = f"{size / 2**30:.2f} GiB" if math.isfinite(size) else "more than there is"
         log.info(f"calibration: {candidate}; measured: {shown} of {plan.limit / 2**30:.2f} GiB")
         if not math.isfinite(activations):

@@ -205,8 +205,6 @@ def asked_layers(args: TrainConfig, layers: int) -> int | None:
     count = args.checkpointed_layers
     if count is not None and count > layers:
         raise UserError(f"checkpointed_layers {count}: the model has {layers}; give at most {layers}")
-    if args.gradient_checkpointing is None:
-        return count
-    if not args.gradient_checkpointing:
+    if args.gradient_checkpointing is False:
         return 0
-    return layers if count is None else count
+    return layers if args.gradient_checkpointing and count is None else count

@@ -216,25 +216,21 @@ def identify_models(config: Config, known: dict[str, Any], before: dict[str, Any
     """The configuration with `model_ids`. `known`: facts of the checkpoint that a run resumes from, whose commits are
     kept though a branch on the Hub has moved since, if its configuration `before` names the same models. All ranks
     must call it."""
-    names = {part.model_field: part.model.model_name_or_path for part in config.parts}
-    commits = {
-        field: known[field]
-        for field, name in names.items()
-        if before.get(field) == name and not known.get(field, FOLDER).startswith(FOLDER)
-    }
-    pinned = dataclasses.replace(config, model_ids=commits)
-    ids = {part.model_field: identify_model(part) for part in pinned.parts}
+    ids = {}
+    for part in config.parts:
+        field = part.model_field
+        identity = known.get(field, FOLDER)
+        is_kept = before.get(field) == part.model.model_name_or_path and not identity.startswith(FOLDER)
+        ids[field] = identity if is_kept else identify_model(part)
     return dataclasses.replace(config, model_ids=ids)
 
 
 def identify_model(config: Config) -> str:
     """What decides the model's log-probs: its commit on the Hub, or a hash of weights and configuration in its folder.
     All ranks must call it. Raises UserError if its configuration cannot be loaded."""
-
-    def identify() -> str:
-        return _identify(config.model.model_name_or_path, config.revision, load_model_config(config))
-
-    return config.model_ids.get(config.model_field) or on_main_process(identify)
+    name = config.model.model_name_or_path
+    known = config.model_ids.get(config.model_field)
+    return known or on_main_process(lambda: _identify(name, config.revision, load_model_config(config)))
 
 
 def _identify(name: str, revision: str | None, model_config: PretrainedConfig) -> str:

@@ -11,7 +11,6 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config.fields import Config
@@ -23,9 +22,6 @@ from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config, meta_model
 from sfm_dpo.planning.length_advice import PERCENTILES, analyze_lengths
 from sfm_dpo.report.plots import COLORS, INK, STYLE
-
-# If one side is longer in at least this share of the pairs, length alone predicts the preference.
-LENGTH_BIAS = 0.6
 
 
 def analyze_dataset(
@@ -83,7 +79,7 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pair
     chosen_longer = result["length_bias"]["chosen_longer"]
     share = max(chosen_longer, 1 - chosen_longer)
     side, preferred = ("chosen", "longer") if chosen_longer >= 0.5 else ("rejected", "shorter")
-    if share >= LENGTH_BIAS:
+    if share >= 0.6:  # length alone predicts the preference
         text = f"the {side} response is the longer one in {share:.1%} of the pairs: DPO will learn to prefer "
         findings.append({"level": "warning", "text": f"{text}{preferred} answers; balance them by filter_script"})
     repeated_pairs = len(texts) - len(set(texts["pair_key"]))
@@ -162,7 +158,7 @@ def draw_lengths(result: dict[str, Any], path: Path) -> None:
         axes.axvline(best, color=INK, linewidth=1.1, linestyle="--", label=f"recommended: {best:,}")
         axes.set(title="Lengths", xlabel="tokens", ylabel="share of pairs up to this length", ylim=(0, 1.04))
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:.0%}")
         figure.legend(loc="outside lower left", ncols=3)  # inside, every corner may hold a curve
         figure.savefig(path, facecolor="white")

@@ -66,11 +66,6 @@ RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "nod
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2: set without RANK, WORLD_SIZE, "),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1 PMI_SIZE=2: set without RANK, "),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED=true: set without RANK, "),
-        (
-            RANK_0 | {"RANK": "2"},
-            "RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=node MASTER_PORT=29500: contradict each",
-        ),
-        (RANK_0 | {"MASTER_PORT": "tcp"}, "MASTER_PORT=tcp: contradict each other"),
     ],
 )
 def test_a_process_is_a_rank_or_not_from_its_start(monkeypatch, environment, given, error):

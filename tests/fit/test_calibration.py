@@ -51,7 +51,7 @@ def train(tiny_folder, write_rows, tmp_path, monkeypatch):
     def measure_as_planned(trainer, model, candidate, absent, resident):
         return absent + resident + candidate.activations, candidate.activations
 
-    monkeypatch.setattr("sfm_dpo.fit.fit.measure_memory", measure_as_planned)
+    monkeypatch.setattr("sfm_dpo.fit.calibration.measure_memory", measure_as_planned)
     monkeypatch.setattr("sfm_dpo.memory.planner.trace_activations", lambda config, *given: trace_once(*given))
     model = tiny_folder("olmo3")
     data = write_rows("pairs.jsonl", pairs(32))

@@ -7,7 +7,7 @@ import pytest
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.process import available_memory
-from sfm_dpo.fit import fit
+from sfm_dpo.fit import calibration
 from sfm_dpo.fit.fit import AIM, ROUNDS, MemoryPlan, find_setting
 from tests.memory.test_planner import configuration, plan_memory
 
@@ -31,7 +31,7 @@ def find(planner, monkeypatch, limit: int, states: int, ratio) -> tuple[object, 
         tried.append(candidate)
         return states + activations, activations
 
-    monkeypatch.setattr(fit, "measure_memory", measure)
+    monkeypatch.setattr(calibration, "measure_memory", measure)
     config = SimpleNamespace(train=SimpleNamespace(precompute_ref_log_probs=True))
     trainer = SimpleNamespace(ref_model=None, config=config)
     return find_setting(trainer, None, MemoryPlan(planner, states, 0, limit), states), tried
@@ -76,21 +76,17 @@ def test_if_nothing_fits_the_fields_that_are_set_are_named(planner, monkeypatch)
         find(asked, monkeypatch, GIB, GIB, lambda _: math.inf)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_memory_of_a_cpu_is_that_of_the_tightest_cgroup(tmp_path, version):
+def test_the_memory_of_a_cpu_is_that_of_the_tightest_cgroup(tmp_path):
     """Slurm limits the job, not the step in which the process is."""
-    controllers, limit, used = (
-        ("memory", "limit_in_bytes", "usage_in_bytes") if version == 1 else ("", "max", "current")
-    )
     groups = tmp_path / "proc/self/cgroup"
     groups.parent.mkdir(parents=True)
-    groups.write_text(f"3:cpu:/\n{4 if controllers else 0}:{controllers}:/slurm/job_1/step_0\n")
-    base = tmp_path / "sys/fs/cgroup" / controllers
+    groups.write_text("3:cpu:/\n0::/slurm/job_1/step_0\n")
+    base = tmp_path / "sys/fs/cgroup"
     facts = {"slurm": ("max", 10), "slurm/job_1": (16 * 2**20, 6 * 2**20), "slurm/job_1/step_0": ("max", 5)}
     for name, (most, now) in facts.items():
         (base / name).mkdir(parents=True)
-        (base / name / f"memory.{limit}").write_text(f"{most}\n")
-        (base / name / f"memory.{used}").write_text(f"{now}\n")
+        (base / name / "memory.max").write_text(f"{most}\n")
+        (base / name / "memory.current").write_text(f"{now}\n")
     assert available_memory(str(tmp_path)) == 10 * 2**20
     (base / "slurm/job_1/memory.stat").write_text(f"anon 1\ninactive_file {2**20}\n")  # the kernel drops it if needed
     assert available_memory(str(tmp_path)) == 11 * 2**20

@@ -102,14 +102,15 @@ def write_measured() -> str:
 
 
 def write_migration() -> str:
-    """The tables of docs/migration.md; consecutive fields that have one replacement share a row."""
+    """The tables of docs/migration.md."""
     lines = []
     with MIGRATION.open(newline="") as file:
         for trainer, fields in groupby(csv.DictReader(file), itemgetter("trainer")):
             lines += [f"## From {trainer}", "", f"| {trainer} | here | remarks |", "|---|---|---|"]
-            for (here, remark), alike in groupby(fields, itemgetter("here", "remark")):
-                names = ", ".join(f"`{row['field']}`" for row in alike)
-                lines.append(f"| {names} | {f'`{here}`' if here else 'none'} | {remark} |")
+            for row in fields:
+                names = row["fields"].replace(", ", "`, `")
+                here = f"`{row['here']}`" if row["here"] else "none"
+                lines.append(f"| `{names}` | {here} | {row['remark']} |")
             lines.append("")
     return "\n".join(lines)
 
