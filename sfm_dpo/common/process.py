@@ -2,7 +2,6 @@
 
 import os
 import platform
-import re
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -60,13 +59,18 @@ def available_memory(root: str = "/") -> int:
     each cgroup above; Slurm limits the job's. `root`: where the file systems proc and sys are."""
     rooms = [psutil.virtual_memory().available]
     groups = Path(root, "proc/self/cgroup")
-    found = re.search("^0::/(.*)$", groups.read_text(), re.MULTILINE) if groups.is_file() else None
-    if found:
-        group = Path(root, "sys/fs/cgroup", found[1])
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base = Path(root, "sys/fs/cgroup", controllers)  # version 1 has a tree for each controller
+        group = base / path.lstrip("/")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
             with suppress(OSError, ValueError):  # no limit: no file, or `max`
-                limit = int((folder / "memory.max").read_text())
-                used = int((folder / "memory.current").read_text())
+                limit, used = (int((folder / name).read_text()) for name in names)
                 rooms.append(limit - used + _count_cache(folder))
     return max(0, min(rooms))
 

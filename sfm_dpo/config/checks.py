@@ -157,9 +157,10 @@ def list_batch_conflicts(c: argparse.Namespace, world_size: int) -> Iterator[Con
         pairs = f"per_device_train_batch_size {given} x " if given else ""
         yield "global_batch_size", f"is not a multiple of {pairs}{world_size} process(es); choose {size}"
     elif c.gradient_accumulation_steps not in accumulation:
-        pairs = given or f"the pairs per device (TRL's default: {DPOConfig.per_device_train_batch_size})"
-        product = f"{c.gradient_accumulation_steps} x {world_size} process(es) x {pairs}"
-        remedy = f"remove the field, and set global_batch_size to {product}"
+        pairs = f"the pairs per device (TRL's default: {DPOConfig.per_device_train_batch_size})"
+        product = f"{c.gradient_accumulation_steps} x {world_size} process(es) x {given or pairs}"
+        meant = f"{given * c.gradient_accumulation_steps * world_size} ({product})" if given else product
+        remedy = f"remove the field, and set global_batch_size to {meant}"
         yield "gradient_accumulation_steps", f"follows from global_batch_size {c.global_batch_size}; {remedy}"
     if c.checkpointed_layers and False in (c.gradient_checkpointing, c.activation_checkpointing):
         yield "checkpointed_layers", "gradient_checkpointing is false; remove one of the two"

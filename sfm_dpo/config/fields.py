@@ -11,6 +11,7 @@ import fcntl
 import functools
 import json
 import logging
+import netrc
 import os
 import re
 import tempfile
@@ -268,6 +269,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     # accelerate's launcher drops a DeepSpeed config file's `use_cpu`, and without it accelerate finds no backend:
     # each CPU process would act as the only one.
     namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
+    if training and namespace.use_cpu and namespace.flash_attention != "auto":
+        log.info(f"flash_attention {namespace.flash_attention}: not used on a CPU, where SDPA computes attention")
     if namespace.bf16 is None:
         namespace.bf16 = not namespace.use_cpu  # TRL's default is true everywhere
     namespace.dtype = namespace.dtype or "float32"
@@ -443,8 +446,11 @@ def read_mixture(text: str) -> list[DatasetConfig]:
 
 def has_wandb_login() -> bool:
     """Whether `wandb login` has stored a key in ~/.netrc. wandb.login would fix the run's id, which is set later."""
-    file = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
-    return file.is_file() and bool(re.search("wandb|api.forge.coreweave.com", file.read_text()))
+    try:
+        hosts = netrc.netrc(os.environ.get("NETRC")).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any("wandb" in host or host == "api.forge.coreweave.com" for host in hosts)
 
 
 def resolve_report_to(report_to: list[str]) -> list[str]:

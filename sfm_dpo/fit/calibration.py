@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 GRADIENT = 8  # relative rounding of a gradient over that of a log-prob: 2**-6.2 and 2**-17.8 were measured
 ALLOWED = 4  # a path may differ from the padded one by this many times the noise
 WINDOW = 16  # tokens: a leaked key changes only an answer's first log-probs
+SAMPLE = 16_384  # gradient elements of each tensor
+SMALL = 0.01  # kinds of tensor with a smaller share of the gradient's norm are not compared
+FASTER = 0.95  # of FA2's time: another kernel is chosen only if it takes less
 SAMPLES = 3  # of a duration
 ENOUGH = 4.0  # seconds
 Rows = tuple[tuple[int, ...], tuple[int, ...]]
@@ -72,7 +75,7 @@ def take_gradients(model: torch.nn.Module, computed: Computed | None = None) -> 
             computed.norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
             # A kind is the same tensor of all layers. Norms and biases, small and noisy, are one kind
             kind = re.sub(r"\.\d+\.", ".", name) if parameter.dim() > 1 else "norms and biases"
-            sample = gradient[:: gradient.numel() // 16_384 | 1]  # an odd step: of all columns
+            sample = gradient[:: gradient.numel() // SAMPLE | 1]  # odd: of all columns
             computed.gradients[kind, name] = sample.float().cpu()
 
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -192,7 +195,7 @@ def checkpointed(trainer: Any, layers: int) -> Iterator[None]:
 
 def compare(a: Computed, b: Computed) -> dict[str, float]:
     """What differs between two computations of a pair, the most of all ranks: log-probs in nats, by their largest mean
-    over WINDOW tokens; relative, the gradient's norm and the gradients of each kind of tensor that has 1% of it."""
+    over WINDOW tokens; relative, the gradient's norm and the gradients of each kind of tensor."""
     gaps = [(x - y).abs() for x, y in zip(a.logps, b.logps, strict=True) if len(x)]
     windows = [avg_pool1d(gap[None], min(WINDOW, len(gap)), stride=1).max().item() for gap in gaps]
     found = {"log-probs": max(windows, default=0.0)}
@@ -204,7 +207,7 @@ def compare(a: Computed, b: Computed) -> dict[str, float]:
             mine, other = (of.gradients.get((kind, name), torch.zeros(1)) for of in (a, b))  # an expert without tokens
             sizes[kind] += mine.square().sum().item()
             differences[kind] += (other - mine).square().sum().item()
-        compared = [kind for kind in sizes if sizes[kind] > 0.01**2 * sum(sizes.values())]
+        compared = [kind for kind in sizes if sizes[kind] > SMALL**2 * sum(sizes.values())]
         found |= {f"gradient of {kind}": math.sqrt(differences[kind] / sizes[kind]) for kind in compared}
     every = gather({what: size if math.isfinite(size) else math.inf for what, size in found.items()})
     return {what: max(of_rank.get(what, 0.0) for of_rank in every) for what in set().union(*every)}
@@ -372,7 +375,7 @@ def run_micro_batch(trainer: Any, model: Any, rows: Sequence[int], checkpointed_
 
 
 def choose_kernel(trainer: Any, model: Any, kernels: list[str]) -> tuple[str, dict[str, float]]:
-    """The kernel that is asked for, or the fastest of `kernels`, if it takes under 95% of FA2's time; and, of those,
+    """The kernel that is asked for, or the fastest of `kernels`, by more than chance; and, of those,
     the milliseconds of an average micro-batch with all layers checkpointed, because memory is measured later."""
     asked = trainer.config.train.flash_attention
     if asked != "auto":
@@ -392,7 +395,7 @@ def choose_kernel(trainer: Any, model: Any, kernels: list[str]) -> tuple[str, di
         activate_flash(kernel)
         milliseconds[kernel] = 1000 * measure_seconds(trainer, run)
     fastest = min(milliseconds, key=lambda kernel: milliseconds[kernel])
-    if milliseconds[fastest] > 0.95 * milliseconds["fa2"]:
+    if milliseconds[fastest] > FASTER * milliseconds["fa2"]:
         fastest = "fa2"
     return fastest, milliseconds
 

@@ -76,17 +76,21 @@ def test_if_nothing_fits_the_fields_that_are_set_are_named(planner, monkeypatch)
         find(asked, monkeypatch, GIB, GIB, lambda _: math.inf)
 
 
-def test_the_memory_of_a_cpu_is_that_of_the_tightest_cgroup(tmp_path):
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_memory_of_a_cpu_is_that_of_the_tightest_cgroup(tmp_path, version):
     """Slurm limits the job, not the step in which the process is."""
+    controllers, limit, used = (
+        ("memory", "limit_in_bytes", "usage_in_bytes") if version == 1 else ("", "max", "current")
+    )
     groups = tmp_path / "proc/self/cgroup"
     groups.parent.mkdir(parents=True)
-    groups.write_text("3:cpu:/\n0::/slurm/job_1/step_0\n")
-    base = tmp_path / "sys/fs/cgroup"
+    groups.write_text(f"3:cpu:/\n{4 if controllers else 0}:{controllers}:/slurm/job_1/step_0\n")
+    base = tmp_path / "sys/fs/cgroup" / controllers
     facts = {"slurm": ("max", 10), "slurm/job_1": (16 * 2**20, 6 * 2**20), "slurm/job_1/step_0": ("max", 5)}
     for name, (most, now) in facts.items():
         (base / name).mkdir(parents=True)
-        (base / name / "memory.max").write_text(f"{most}\n")
-        (base / name / "memory.current").write_text(f"{now}\n")
+        (base / name / f"memory.{limit}").write_text(f"{most}\n")
+        (base / name / f"memory.{used}").write_text(f"{now}\n")
     assert available_memory(str(tmp_path)) == 10 * 2**20
     (base / "slurm/job_1/memory.stat").write_text(f"anon 1\ninactive_file {2**20}\n")  # the kernel drops it if needed
     assert available_memory(str(tmp_path)) == 11 * 2**20
