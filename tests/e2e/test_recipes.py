@@ -73,7 +73,7 @@ def runs(request, tmp_path_factory, tiny_folder) -> dict[str, Path]:
         by_launcher.setdefault(launch, []).append(["--config", str(recipe), *as_options(fields)])
     for launch, argvs in by_launcher.items():
         config = "cpu" if launch == "zero2" else f"cpu_{launch}"
-        Place(folder, folder, folder / "hf").start_together(argvs, PROCESSES, config)
+        Place(folder, folder, folder / "hf").start_together([argvs], PROCESSES, config)
     return {recipe.stem: folder / recipe.stem for recipe in chosen}
 
 

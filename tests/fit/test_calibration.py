@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shlex
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +28,7 @@ from sfm_dpo.run.folder import LOG, describe, read_file, read_resolved_config
 from sfm_dpo.run.start import Before, choose_start
 from sfm_dpo.train.callbacks import NEW_RUN, REMEDIES, Progress, explain_out_of_memory
 from sfm_dpo.train.trainer import arguments_for_trl
-from tests.e2e.runs import ROOT, clean_environment, launcher, make_place
+from tests.e2e.runs import make_place
 from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
 from tests.toolbox import as_options, error_line, logged, on_cpu, pairs
 from tests.train.test_trainer import make_trainer
@@ -169,17 +168,8 @@ def test_errors_that_are_out_of_memory(error, line):
     assert (end is None) == (line is None)
     if end:
         assert (end.exit_code, end.state) == (2, "failed") and line in str(end)
-
-
-@pytest.mark.parametrize(
-    ("smaller", "remedy"),
-    [(None, NEW_RUN), ("--checkpointed_layers 2", "use the next smaller setting: --checkpointed_layers 2; or ")],
-)
-def test_what_helps_if_the_memory_of_a_chosen_setting_is_exceeded(smaller, remedy):
-    settings = Settings(8, 1, 0, memory={"smaller": smaller})
-    progress = Progress()
-    progress.begin_micro_batch("training", 7, {})
-    assert f"(MemoryError); {remedy}" in str(explain_out_of_memory(MemoryError(), progress, settings))
+        smallest = Settings(8, 1, 0, memory={"smaller": None})
+        assert NEW_RUN in str(explain_out_of_memory(error, progress, smallest))
 
 
 @pytest.mark.parametrize("phase", [*REMEDIES, "loading"])
@@ -314,13 +304,8 @@ def start(tmp_path_factory):
     place = make_place(tmp_path_factory.mktemp("calibrated"), pairs(24), {"olmo3": {}}, {"max_steps": 3})
 
     def run(processes: int, runs: dict[str, tuple[str, dict]]) -> dict[str, Path]:
-        given = [(kind, as_options(place.values(name, **fields))) for name, (kind, fields) in runs.items()]
-        file = place.folder / "runs.json"
-        file.write_text(json.dumps(given))
-        command = [*launcher(processes, "cpu"), str(ROOT / "tests/fit/calibrated_runs.py"), str(file)]
-        env = clean_environment(place.hf_home)
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        calls = [[kind, as_options(place.values(name, **fields))] for name, (kind, fields) in runs.items()]
+        place.start_together(calls, processes, by="tests.fit.calibrated_runs:train")
         return {name: place.folder / name for name in runs}
 
     return run
