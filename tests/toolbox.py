@@ -72,11 +72,9 @@ def config_of(data: Path, model: Path, *options):
 
 def read_pairs(data: Path, *options):
     """The pairs of a run on a data set, as load_pairs gives them."""
-    from sfm_dpo.config.fields import parse_config
     from sfm_dpo.data.preferences import load_pairs
 
-    argv = ["--model_name_or_path", "m", "--use_cpu", "--dataset_name", data, *options]
-    config = parse_config([str(word) for word in argv])
+    config = config_of(data, Path("m"), *options)
     read = load_pairs(config)
     read.check_dropped(config.train.max_dropped_fraction)
     return read

@@ -200,10 +200,8 @@ def test_max_dropped_fraction(write_rows):
     assert len(load(path).train) == 19  # exactly the default of 5%
     with pytest.raises(UserError, match=r"1 of 20 rows .*empty response.*max_dropped_fraction 0\.04"):
         load(path, "--max_dropped_fraction", "0.04")
-    with pytest.raises(
-        UserError,
-        match=r"no train pair is left of 3 rows \(3 x chosen and rejected have different prompts, first in row 1 of",
-    ):
+    reason = r"no train pair is left of 3 rows \(3 x chosen and rejected have different prompts, first in row 1 of"
+    with pytest.raises(UserError, match=reason):
         load(write_rows("all.jsonl", [DIFFER] * 3), "--max_dropped_fraction", "1")
 
 
@@ -365,16 +363,8 @@ def test_a_name_is_not_a_pattern(write_rows, tmp_path, monkeypatch, name):
         ("bad.parquet", b"PAR?", "bad.parquet: cannot be read"),
         ("pairs.csv", b"chosen,rejected\na,b\n", "pairs.csv: give .json, .jsonl or .parquet files"),
         ("one.jsonl", b'{"prompt": "q", "chosen": "a"}\n', "no column rejected; it has prompt, chosen"),
-        (
-            "ask.jsonl",
-            b'{"question": "q", "chosen": "a", "rejected": "b"}\n',
-            "no prompt: answers of plain text need one in the column prompt",
-        ),
-        (
-            "gpt.jsonl",
-            b'{"chosen": [{"from": "gpt", "value": "a"}], "rejected": [{"from": "gpt", "value": "b"}]}\n',
-            r"malformed: no text, messages \(role, content\)",
-        ),
+        ("ask.jsonl", b'{"question": "q", "chosen": "a", "rejected": "b"}\n', "no prompt: answers of plain text need"),
+        ("number.jsonl", b'{"chosen": 1, "rejected": [{"from": "gpt"}]}\n', r"malformed: no text, messages \(role"),
     ],
 )
 def test_broken_files_are_one_line(tmp_path, name, content, message):

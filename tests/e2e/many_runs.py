@@ -3,8 +3,8 @@
     many_runs.py MODULE:FUNCTION FILE
 
 calls the function with each of the argument lists in the JSON file. After `train_all` each run's folder also has
-dtypes.json: of the policy's parameters and buffers, the optimizer's master weights and moments, the reference log-probs
-and what a linear layer computes, at the last step; and how long ZeRO may wait.
+dtypes.json: of the policy's parameters and buffers, the optimizer's master weights and moments, the reference
+log-probs and what a linear layer computes, at the last step; and how long ZeRO may wait.
 """
 
 import gc

@@ -83,9 +83,8 @@ def train(argv: list[str], run: Path, how: str = "") -> tuple[int, dict]:
 
 
 @pytest.mark.parametrize(("how", "fields"), ROWS)
-def test_a_run_that_ends_after_every_step_and_is_resumed_is_the_undisturbed_run(
-    place, environment, monkeypatch, no_report, tmp_path, how, fields
-):
+@pytest.mark.usefixtures("environment", "no_report")
+def test_a_run_that_ends_after_every_step_is_the_undisturbed_run(place, monkeypatch, tmp_path, how, fields):
     monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(place.hf_home))
     monkeypatch.setattr(callbacks, "STATUS_SECONDS", 0)  # it is observed at each step
     run = tmp_path / "run"

@@ -157,9 +157,7 @@ COLLAPSE = ["--learning_rate", "1e-3", "--warmup_steps", "40"]
 
 
 @pytest.mark.slow
-def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(
-    command, tmp_path, capsys, no_report, request
-):
+def test_a_collapse_is_stopped_and_the_last_healthy_checkpoint_kept(command, tmp_path, capsys, no_report, request):
     out = tmp_path / "run"
     assert train_dpo.main(command + COLLAPSE) == 4
     status, health = (json.loads((out / name).read_text()) for name in ("status.json", "health.json"))

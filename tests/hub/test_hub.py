@@ -114,7 +114,9 @@ def test_a_batch_job_does_the_open_steps_of_a_trained_run_and_nothing_else(hub, 
     assert "output_dir:" not in capsys.readouterr().out, "what would start the nodes"
 
 
-def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
+def test_a_checkpoint_goes_to_a_branch_of_its_own_with_the_results_that_evaluate_has_collected(hub, run):
+    scores = {step: {"acc (5-shot": {"value": 0.5, "stderr": None}} for step in (4, 6)}
+    (run / "evaluation.json").write_text(json.dumps({"checkpoints": scores}))
     assert push(run, "--hub_revision", "step-{step}") == 0
     assert push(run / "checkpoint-4", "--hub_revision", "step-{step}") == 0
     assert set(hub.repos["lab/model"].branches) == {"main", "step-4"}
@@ -122,7 +124,7 @@ def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
     assert weights["main"] == (run / WEIGHTS).read_bytes()
     assert weights["step-4"] == (run / "checkpoint-4" / WEIGHTS).read_bytes() != weights["main"]
     card = files(hub, "step-4")["README.md"].decode()
-    assert 'revision="step-4"' in card and "checkpoint of step 4" in card
+    assert 'revision="step-4"' in card and "checkpoint of step 4" in card and "acc (5-shot" in card
     assert not (run / "checkpoint-4" / PUSHING).exists()
 
 
@@ -132,13 +134,6 @@ def test_a_chat_compares_with_the_revision_that_the_run_started_from(hub, run, c
     edit(run / "data.json", models={})
     assert generate.main([str(run), "Hi", "--max_new_tokens", "2"]) == 0
     assert "base: " in capsys.readouterr().out
-
-
-def test_a_checkpoint_is_pushed_with_the_results_that_evaluate_has_collected(hub, run):
-    scores = {step: {"acc (5-shot": {"value": 0.5, "stderr": None}} for step in (4, 6)}
-    (run / "evaluation.json").write_text(json.dumps({"checkpoints": scores}))
-    assert push(run / "checkpoint-4") == 0
-    assert "acc (5-shot" in files(hub)["README.md"].decode()
 
 
 def test_a_checkpoint_that_is_pushed_is_not_rotated_away(hub, run, capsys):
@@ -300,9 +295,8 @@ def test_a_push_without_a_token_leaves_the_run_done(hub, run, capsys, monkeypatc
 
 
 @pytest.mark.parametrize("options", [["--download_only"], ["--download_only", "--trust_remote_code", "true"]])
-def test_prefetch_downloads_the_code_that_a_recipe_trusts_and_computes_nothing(
-    hub, run, write_rows, capsys, tmp_path, options
-):
+def test_prefetch_downloads_code_that_a_recipe_trusts(hub, run, write_rows, capsys, tmp_path, options):
+    """And computes nothing."""
     assert push(run) == 0
     files(hub)["modeling_own.py"] = b"pass"
     rows = write_rows("p.jsonl", pairs(4))

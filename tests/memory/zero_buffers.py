@@ -14,8 +14,8 @@ average = DeepSpeedZeroOptimizer.average_tensor
 
 
 def train(folder: str, argv: list[str]) -> None:
-    """Trains a command line under ZeRO-2 in `folder`, with the buckets that the run needs, or, in a folder `full`, with
-    those of the DeepSpeed file. The folder also gets buffers.json: bytes of the buckets, and the peak of what reducing
+    """Trains a command line under ZeRO-2 in `folder`: with the buckets that the run needs, or, if it is called `full`,
+    with those of the DeepSpeed file. buffers.json there has the bytes of the buckets, and the peak of what reducing
     them takes beside them: copies and the rank's sums of gradients."""
     found = {"buckets": 0, "reduction": 0}
 

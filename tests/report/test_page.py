@@ -126,11 +126,8 @@ def test_a_restart_is_drawn_and_steps_are_counted_since_it(run, without_curves):
     save(run, "environment.json", read_run(run)["environment"] | {"starts": [*starts, starts[0] | {"step": 4}]})
     facts = read_run(run)
     assert f"{STEPS} optimizer steps, {STEPS - 4} of them since the last start in 0:00:" in format_summary(run)
-    assert [row for _, rows in tabulate_held_out(facts) for row in rows[0]] == [
-        "metric",
-        "before, step 0",
-        "after, step 6",
-    ]
+    head = [row for _, rows in tabulate_held_out(facts) for row in rows[0]]
+    assert head == ["metric", "before, step 0", "after, step 6"]
     (_, svg), *_ = draw_curves(facts, run / "figures", panels=["loss"])
     (_, other), *_ = draw_curves(facts | {"environment": {}}, run / "figures", panels=["loss"])
     assert svg.count("<path") > other.count("<path")

@@ -111,18 +111,15 @@ def test_every_start_is_kept_with_its_step_and_job_and_machine(tmp_path, monkeyp
     assert environment["versions"]["trl"] and environment["versions"]["torch"]
 
 
-def test_w_and_b_knows_all_starts_of_a_run_as_one(tmp_path, monkeypatch):
-    for name, value in (("WANDB_MODE", "offline"), ("WANDB_RUN_ID", ""), ("WANDB_RESUME", "")):
-        monkeypatch.setenv(name, value)  # also those that describe() sets are gone after the test
+def test_w_and_b_knows_all_starts_of_a_run_as_one(tmp_path, monkeypatch, environment):
+    monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []
-    for name_of_run in ("run", "run", "other"):
-        for name in ("WANDB_RUN_ID", "WANDB_RESUME"):
-            monkeypatch.delenv(name, raising=False)
-        describe(config(tmp_path / name_of_run, "--report_to", "wandb"), {})
+    for name in ("run", "run", "other"):
+        os.environ.pop("WANDB_RUN_ID", None)
+        describe(config(tmp_path / name, "--report_to", "wandb"), {})
         ids.append(os.environ["WANDB_RUN_ID"])
-        assert os.environ["WANDB_RESUME"] == "allow"
-    assert ids[0] == ids[1] != ids[2]
-    monkeypatch.setenv("WANDB_RUN_ID", "mine")  # the user's wins
+    assert ids[0] == ids[1] != ids[2] and os.environ["WANDB_RESUME"] == "allow"
+    os.environ["WANDB_RUN_ID"] = "mine"  # the user's wins
     describe(config(tmp_path / "run", "--report_to", "wandb"), {})
     assert json.loads((tmp_path / "run" / ENVIRONMENT).read_text())["wandb_run_id"] == "mine"
 

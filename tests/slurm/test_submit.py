@@ -63,16 +63,12 @@ def test_documented(cluster, project, line, monkeypatch):
     line = line.replace("$rate", "8e-8").replace("$seed", "0")  # of the loop over sbatch
     link(project, "SMALL_MODEL", "tiny model")
     link(project, "pairs.jsonl", "pairs/train.jsonl")
-    if line.startswith("LAUNCH=cpu") and "scripts/dpo_train.sh" in line:
-        env = CPU | {"NUM_PROCESSES": "1"}
-        said = cluster.run("bash", "-c", line.replace("sbatch", "sbatch --parsable"), cwd=project, **env)
-        assert cluster.wait(said, 1800)["JobState"] == "COMPLETED", log_of(project, said)[-3000:]
-        assert "ended: state done, exit code 0, step 2, outputs/dry-run" in log_of(project, said)
-        return
-    if "prepare.sh prefetch.py" in line:
-        said = cluster.run("bash", "-c", line.replace("sbatch", "sbatch --parsable"), cwd=project, **CPU)
-        assert cluster.wait(said, 1800)["JobState"] == "COMPLETED", log_of(project, said, "prepare")[-3000:]
-        assert "pairs to train on" in log_of(project, said, "prepare")
+    is_prepared = "prepare.sh prefetch.py" in line
+    if is_prepared or (line.startswith("LAUNCH=cpu") and "scripts/dpo_train.sh" in line):
+        command = line.replace("sbatch", "sbatch --parsable")
+        job = cluster.run("bash", "-c", command, cwd=project, **CPU | {"NUM_PROCESSES": "1"})
+        log = end_of(cluster, project, job, name="prepare" if is_prepared else "dpo-train")
+        assert ("pairs to train on" if is_prepared else "state done, exit code 0, step 2, outputs/dry-run") in log
         return
     cluster.run("bash", "-c", line.replace("sbatch", "sbatch --test-only"), cwd=project)
     if "dpo_" not in line:

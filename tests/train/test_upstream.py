@@ -36,6 +36,7 @@ import train_dpo
 from sfm_dpo.common.files import PROJECT
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import on_cpu, write_jsonl
+from tests.toolbox import pairs as toy_pairs
 from tests.train.test_trainer import pairs
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
@@ -380,9 +381,7 @@ def test_each_comment_names_a_canary_and_each_canary_has_a_comment():
 
 def test_deprecated_names_in_use_are_on_the_page(tiny_folder, tmp_path):
     """A run of this project warns of no name that a next version removes, except those that the page explains."""
-    data = write_jsonl(
-        tmp_path / "pairs.jsonl", [{"prompt": f"{i}?", "chosen": "Yes.", "rejected": "No"} for i in range(8)]
-    )
+    data = write_jsonl(tmp_path / "pairs.jsonl", toy_pairs(8))
     fields = {"padding_free": "true", "gradient_checkpointing": "true", "precompute_ref_log_probs": "true"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
