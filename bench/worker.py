@@ -231,10 +231,9 @@ def make_trainer(job: dict) -> DPOTrainer:
         settings["memory_gib"] = job["stock_peak_gib"]
     config = parse_config([f"--{name}={value}" for name, value in settings.items()])
     config.train.model_init_kwargs = init_kwargs  # in the dtype of stock TRL, which no recipe could set on a GPU
-    if variant not in SHIPPED:
-        return SFMDPOTrainer(config, **common)
     trainer = SFMDPOTrainer(config, **common)
-    fit(trainer, Before())  # as a start does
+    if variant in SHIPPED:
+        fit(trainer, Before())  # as a start does
     return trainer
 
 

@@ -123,10 +123,3 @@ def test_a_command_of_one_process_sees_one_gpu_when_torch_starts(given, seen, tm
     env |= {"PYTHONPATH": str(tmp_path)} | ({} if given is None else {"CUDA_VISIBLE_DEVICES": given})
     command = [sys.executable, PROJECT / "scripts/preflight.py", "--help"]
     assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == f"{seen}\n"
-
-
-def test_a_command_beside_the_training_is_no_rank_and_loads_its_own_files(monkeypatch):
-    mine = {"RANK": "1", "SLURM_JOB_ID": "7", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "HF_HOME": "/hf"}
-    for name, value in mine.items():
-        monkeypatch.setenv(name, value)
-    assert mine.items() & distributed.environment_outside_launcher().items() == {("HF_HOME", "/hf")}

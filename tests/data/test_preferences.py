@@ -1,6 +1,5 @@
 """Preference pairs: every published shape and drop reason, no row lost uncounted, each broken file in one line."""
 
-import errno
 import json
 import re
 from datetime import date
@@ -16,7 +15,7 @@ from sfm_dpo.common.errors import DiskFull, UserError
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.data.preferences import load_pairs, normalize_pair, read_transcript
-from sfm_dpo.data.sources import explain_cache_errors, load_rows
+from sfm_dpo.data.sources import load_rows
 from sfm_dpo.data.tokenization import load_token_pairs
 from sfm_dpo.train import reference_cache
 from tests.commands import ROOT
@@ -387,17 +386,6 @@ def test_missing_empty_and_mixed_folders_and_no_network(write_rows, tmp_path):
         load(tmp_path / "two")
     with pytest.raises(UserError, match=r"dataset_name org/pairs: not a local file, .*prefetch"):
         load("org/pairs")
-
-
-def test_what_cannot_be_written_is_named_and_other_errors_stay():
-    def fail(cause):
-        with explain_cache_errors():
-            raise ValueError("the library's own") from cause
-
-    with pytest.raises(UserError, match=r"^HF_HOME: /hf/x: Permission denied; give yourself write permission, or set"):
-        fail(PermissionError(errno.EACCES, "Permission denied", "/hf/x"))
-    with pytest.raises(ValueError, match="the library's own"):
-        fail(None)
 
 
 def test_a_full_disk_while_pairs_are_read_and_in_the_reference_pass(write_rows, tmp_path, monkeypatch):

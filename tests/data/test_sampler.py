@@ -22,14 +22,8 @@ from tests.toolbox import logged, on_cpu, pairs, write_jsonl
 
 STRATEGIES = ["random", "batch_rebalance"]
 LAYOUTS = [(True, True), (True, False), (False, False)]  # packed, shared
-
-
-def draw_lengths(pairs: int = 4100) -> Lengths:
-    tokens = np.exp(np.random.default_rng(0).normal(5.6, 0.9, (3, pairs))).clip(8, 2048).astype(int)
-    return Lengths(*tokens)
-
-
-LENGTHS = draw_lengths()
+TOKENS = np.exp(np.random.default_rng(0).normal(5.6, 0.9, (3, 4100)))
+LENGTHS = Lengths(*TOKENS.clip(8, 2048).astype(int))
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=20), st.integers(1, 6))

@@ -123,10 +123,6 @@ class Run:
     def status(self) -> dict:
         return read_status(self.folder) or {}
 
-    @property
-    def last_entry(self) -> dict:
-        return json.loads((self.folder / "trainer_state.json").read_text())["log_history"][-1]
-
     def weights(self) -> bytes:
         return (self.folder / "model.safetensors").read_bytes()
 

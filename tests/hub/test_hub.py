@@ -258,6 +258,7 @@ def test_access_makes_a_private_repository_and_its_branch(hub):
     for _ in range(2):  # it may be there already
         assert check_access("model", True, "dev", "") == f"{NAME}/model"
     assert hub.repos[f"{NAME}/model"].private and "dev" in hub.repos[f"{NAME}/model"].branches
+    assert push_to_hub.choose_repo({}, Path("beta=5,learning_rate=1e-06")) == "beta-5-learning_rate-1e-06"
     assert check_access("open", False, None, "") == f"{NAME}/open"
     assert not hub.repos[f"{NAME}/open"].private
     with pytest.raises(UserError, match="is public; if this is intended, set hub_private_repo: false"):
@@ -283,15 +284,6 @@ def test_a_push_that_the_hub_refuses_says_why_and_how_to_push_later(hub, run, ca
     assert push_to_hub.main(command.split()[2:]) == 0  # the command that was printed
     assert hub.received == sent, "what had arrived was sent again"
     assert "pushed" in read_status(run) and WEIGHTS in files(hub)
-
-
-def test_a_push_without_a_token_leaves_the_run_done(hub, run, capsys, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN")
-    before = read_status(run)
-    assert push(run) == 2
-    assert "no token" in capsys.readouterr().err
-    assert read_status(run) == before and not hub.log and not list(run.glob(".hub-*"))
-    assert push_to_hub.choose_repo({}, run / "beta=5,learning_rate=1e-06") == "beta-5-learning_rate-1e-06"
 
 
 @pytest.mark.parametrize("options", [["--download_only"], ["--download_only", "--trust_remote_code", "true"]])

@@ -99,9 +99,7 @@ def backward_on_cpu(gradient, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, is_ca
         ("olmoe", True, True, False),
     ],
 )
-def test_a_gpus_path_has_no_break_and_equals_eager(
-    architecture, packed, sharing, checkpointing, graphs, monkeypatch
-):
+def test_a_gpus_path_has_no_break_and_equals_eager(architecture, packed, sharing, checkpointing, graphs, monkeypatch):
     """6 batches, and a forward without gradients of each, need no graph of their own. `varlen_attn` in the compiled
     layer has a kernel for the CPU; the uncompiled model takes SDPA by sequence."""
     torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", forward_on_cpu)

@@ -63,23 +63,9 @@ def test_a_running_run(tmp_path):
     write_status(run, "running", **RUNNING, trained="2026-01-02T01:00:00+00:00")
     write_status(run, "running", **RUNNING)  # by a process that does not train
     facts = describe_run(run, None, time.time())
-    assert facts == {
-        "run": str(run),
-        "state": "running",
-        "message": None,
-        "open": [],
-        "job": None,
-        "slurm": None,
-        **RUNNING,
-        "eval_loss": 0.05,
-        "eval_rewards/accuracies": 0.5,
-        "verdict": None,
-        "health": "healthy",
-        "seconds_since_update": facts["seconds_since_update"],
-        "evaluation": None,
-        "gpu_hours": 12.0,
-        "log": None,
-    }
+    held_out = {"eval_loss": 0.05, "eval_rewards/accuracies": 0.5}
+    expected = {"run": str(run), "state": "running", "health": "healthy", "gpu_hours": 12.0}
+    assert (expected | RUNNING | held_out).items() <= facts.items()
     assert facts["seconds_since_update"] < 60
     head, line = format_runs([facts]).splitlines()
     assert head.split() == reader.COLUMNS

@@ -16,6 +16,7 @@ from tests.project import link
 from tests.slurm.jobs import CPU, end_of, log_of, stand_in, train
 from tests.toolbox import error_line, logged, wait_for, write_jsonl
 
+pytestmark = pytest.mark.slurm
 INSTRUCT = "dpo-instruct-train"
 
 
