@@ -85,6 +85,17 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+def write_task(file: Path, rows: Path, **fields) -> str:
+    """Writes a task of lm-eval, by default multiple choice, whose rows have a question and choices, the first one of
+    which is right; returns its path."""
+    task = {"task": file.stem, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}}}
+    task |= {"test_split": "test", "doc_to_text": "{{question}}", "output_type": "multiple_choice"}
+    task |= {"doc_to_choice": "choices", "doc_to_target": 0}
+    metric = {"metric": fields.pop("metric", "acc"), "higher_is_better": True}
+    file.write_text(yaml.safe_dump(task | {"metric_list": [metric]} | fields))
+    return str(file)
+
+
 def edit(path: Path, **fields) -> None:
     """Changes fields of a JSON or YAML file."""
     is_yaml = path.suffix == ".yaml"
@@ -110,6 +121,11 @@ def error_line(printed: str) -> str:
     errors = [line for line in printed.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, printed[-4000:]
     return errors[0]
+
+
+def in_grid(*case):
+    """A case of a parametrised test that only the grid runs."""
+    return pytest.param(*case, marks=pytest.mark.grid)
 
 
 def wait_for(condition: Callable[[], bool], timeout: float, every: float = 0.2) -> None:

@@ -112,11 +112,6 @@ def test_a_command_line_reads_the_yaml_of_a_recipe(parse, field, words, value):
         ("--loss_type [dpo]", ["loss_type dpo: unknown; here: loss_type: sigmoid (with `beta: 0.1`)"]),
         ("--bf16 auto", ["command line: bf16: ", "got auto", "; here: none (the default: true on a GPU)"]),
         ("--loss_type [a", ["command line: loss_type: ParserError: "]),
-        (
-            "--beta 0 --loss_type foo --eval_strategy steps --report_to nowhere",
-            ["4 fields", "\n- beta 0.0: must", "\n- loss_type foo: unknown", "\n- eval_strategy", "\n- report_to"],
-        ),
-        ("--gradient_checkpointing maybe", ["gradient_checkpointing", "maybe"]),
         ("--eval_strategy sometimes", ["eval_strategy", "'sometimes'", "'epoch'"]),
         ("recipe.yaml", ["unknown option recipe.yaml; did you mean --config recipe.yaml?"]),
         ("--beta", ["beta", "expected one argument"]),
@@ -158,7 +153,6 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ("model_init_kwargs: {a: 2026-13-01}", ["model_init_kwargs: ValueError: month must be in 1..12"]),
         ("output_dir: $SCRATCH/run", ["output_dir $SCRATCH/run: variables are replaced by a shell only"]),
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, ["model_init_kwargs: cannot set a token, dtype or revision"]),
-        ("- a", ["not valid YAML"]),
         ("beta: 5\nbeta: 0.1", ["beta is given twice; keep one"]),
         ({"max_length": 100, "max_prompt_length": 100}, ["max_prompt_length 100", "max_length 100"]),
         ({"truncation_mode": "keep_end"}, ["truncation_mode", "keep_end", "keep_start"]),
@@ -338,13 +332,11 @@ def test_a_cache_without_file_locks_is_one_line(parse, monkeypatch):
 @pytest.mark.parametrize(
     ("datasets", "part"),
     [
-        ("a.jsonl", "must be a mapping, not str; give a list of mappings such as {path:"),
         (["a.jsonl"], "must be a mapping, not str; give a list of mappings such as {path:"),
         ([{"name": "a"}], "missing 1 required positional argument: 'path'; give a list"),
         ([{"path": "a", "fractoin": 1}], "unknown keys fractoin; give a list"),
         ([{"path": "a", "fraction": 0.5}, {"path": "b"}], "fraction [0.5, None]: must be a number above 0 in all"),
         ([{"path": "a", "fraction": 0.8}, {"path": "b", "fraction": -0.2}], "fraction [0.8, -0.2]: must be a number"),
-        ([{"path": "a", "fraction": "50%"}], "fraction ['50%']: must be a number"),
         ([], "dataset_name None: give a Hub id"),
     ],
 )

@@ -15,14 +15,7 @@ from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data import tokenization
 from sfm_dpo.data.lengths import count_trained
 from sfm_dpo.data.pairs import describe_ignored
-from sfm_dpo.data.tokenization import (
-    check_vocabulary,
-    hash_tokens,
-    load_token_pairs,
-    load_tokenizer,
-    tokenize_pairs,
-    tokenize_splits,
-)
+from sfm_dpo.data.tokenization import check_vocabulary, hash_tokens, load_token_pairs, tokenize_pairs, tokenize_splits
 from tests.tiny_models import CHAT_TEMPLATE, EOS, IM_END, IM_START, tiny_tokenizer
 from tests.toolbox import assistant, config_of, read_pairs, user, with_tool
 
@@ -271,7 +264,7 @@ def test_what_changes_the_ids_changes_the_key(stored, monkeypatch, change):
 def test_load_tokenizer(tiny_folder, tmp_path):
     def load(folder, *options):
         words = ["--model_name_or_path", str(folder), "--dataset_name", "x", "--use_cpu", *options]
-        return load_tokenizer(parse_config(words))
+        return tokenization.load_tokenizer(parse_config(words))
 
     with pytest.raises(UserError, match=r"pad_token <\|nope\|>: is not in the vocabulary of .*; remove it"):
         load(tiny_folder("llama"), "--pad_token", "<|nope|>")

@@ -11,17 +11,15 @@ import train_dpo
 from sfm_dpo.run.checkpoint import KEEP, MAX_AWAITED, STOP, checkpoints
 from sfm_dpo.run.folder import HEALTH, LOG, SAMPLES, STATUS, TRAINER_STATE, read_file
 from sfm_dpo.train import callbacks, reference_cache
-from tests.toolbox import as_options, without_times
+from tests.toolbox import as_options, in_grid, without_times
 
 COLLAPSES = {"learning_rate": 0.05, "save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "eval_fraction": 0.1}
 COLLAPSES |= {"guard_generations": 3, "guard": "warn"}
 BY_EPOCH = {"save_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 3, "eval_fraction": 0.1}
 ROWS = [  # how a run ends after every step, and its fields
     ("stop", COLLAPSES),
-    pytest.param("kill", COLLAPSES | {"save_steps": 2, "eval_steps": 2, "logging_steps": 3}, marks=pytest.mark.grid),
-    pytest.param(
-        "kill", BY_EPOCH | {"logging_steps": 2, "global_batch_size": 16, "num_train_epochs": 2}, marks=pytest.mark.grid
-    ),
+    in_grid("kill", COLLAPSES | {"save_steps": 2, "eval_steps": 2, "logging_steps": 3}),
+    in_grid("kill", BY_EPOCH | {"logging_steps": 2, "global_batch_size": 16, "num_train_epochs": 2}),
     ("stop", {"eval_command": "true {checkpoint} {step} {out}", "guard": "skip", "save_steps": 1}),  # without results
 ]
 

@@ -91,11 +91,6 @@ def project(template, tmp_path, monkeypatch, hub, environment) -> Iterator[Path]
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     handler = signal.getsignal(signal.SIGTERM)
     copy = Path(shutil.copytree(template, tmp_path / "my project", symlinks=True))
-    for path in copy.rglob("*"):
-        if path.is_symlink():
-            target = copy / path.readlink().relative_to(template)
-            path.unlink()
-            path.symlink_to(target)
     monkeypatch.chdir(copy)
     yield copy
     signal.signal(signal.SIGTERM, handler)

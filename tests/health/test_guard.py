@@ -30,6 +30,7 @@ SLOW_RUN = [
 EVERY_TENTH_STEP = [(10, 0.69, 0.0), (20, 0.66, 0.1), (30, 0.55, 0.4), (40, 0.004, 5.9)]  # as such a run might log
 RUN = GuardContext(sigmoid=True, beta=0.1, chosen_tokens=200.0, max_steps=60, warmup_steps=6)
 NORM = RUN._replace(beta=5.0, chosen_tokens=1.0)
+COLLAPSE = ["--learning_rate", "1e-3", "--warmup_steps", "40"]
 
 
 def entries(rows, names=("loss", "rewards/margins")) -> list[dict]:
@@ -151,9 +152,6 @@ def command(tiny_folder, write_rows, tmp_path) -> list[str]:
 
 def push(path: Path, *options: str) -> int:
     return push_to_hub.main([str(path), "--hub_model_id", "lab/model", *options])
-
-
-COLLAPSE = ["--learning_rate", "1e-3", "--warmup_steps", "40"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from sfm_dpo.train.metrics import CountingCollator, Meter, MetricSums
 from tests.tiny_models import tiny_model
 
 
-@pytest.mark.parametrize("architecture", ["gpt_neox", "llama", "olmo3"])
+@pytest.mark.parametrize("architecture", ["gpt_neox", "llama", "olmo3", "smollm3"])
 def test_forward_flops_against_torch(architecture):
     """One sequence of n tokens, eager attention: torch counts all n x n pairs, the formula the visible ones."""
     n = 24
@@ -28,7 +28,8 @@ def test_forward_flops_against_torch(architecture):
     matrices = flops.per_token * n + flops.per_response_token * n
     # RoPE's outer product is the one matmul that the formula leaves out
     assert counter.get_total_flops() == pytest.approx(matrices + pairs, rel=0.01)
-    assert ForwardFlops.of(meta_model(model.config)) == flops
+    planned = meta_model(model.config)
+    assert ForwardFlops.of(planned) == flops and planned.num_parameters() == model.num_parameters()
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -35,8 +35,6 @@ from sfm_dpo.run.checkpoint import (
 )
 from tests.tiny_models import tiny_model
 
-FACTS = {"step": 1, "world_size": 1, "train_tokens": "abc"}
-
 
 def write_checkpoint(run: Path, step: int, complete: bool = True) -> Path:
     """A checkpoint's folder with the files that transformers and DeepSpeed would write, small."""
@@ -45,7 +43,7 @@ def write_checkpoint(run: Path, step: int, complete: bool = True) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"x" * 100)
     if complete:
-        mark_complete(folder, FACTS | {"step": step})
+        mark_complete(folder, {"step": step, "world_size": 1})
     return folder
 
 

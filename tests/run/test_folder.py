@@ -9,22 +9,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-import yaml
 
 from scripts import check_config
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run import folder
-from sfm_dpo.run.folder import (
-    ENVIRONMENT,
-    LOG,
-    RESOLVED_CONFIG,
-    STATUS,
-    describe,
-    make_folder,
-    read_status,
-    write_status,
-)
+from sfm_dpo.run.folder import ENVIRONMENT, LOG, STATUS, describe, make_folder, read_status, write_status
 from sfm_dpo.run.start import choose_start
 from tests.run.test_lock import write_lock
 
@@ -137,7 +127,7 @@ def test_no_secret_is_written_down(tmp_path, monkeypatch):
     assert not [secret for secret in secrets if secret in written]
     command = json.loads((tmp_path / ENVIRONMENT).read_text())["command"]
     assert command[1:] == ["train_dpo.py", "--run_name=***", "--seed", "1"]
-    assert yaml.safe_load((tmp_path / RESOLVED_CONFIG).read_text())["seed"] == 42
+    assert folder.read_resolved_config(tmp_path)["seed"] == 42
 
 
 def test_the_check_of_the_batch_scripts_looks_and_leaves_the_folder_to_nobody(tmp_path, monkeypatch, capsys):

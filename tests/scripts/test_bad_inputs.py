@@ -128,7 +128,6 @@ CASES = {
     "train_dpo": [
         (f"{TRAIN} --use_peft --lora_target_modules qproj", "lora_target_modules", "name modules of the model"),
         (f"{TRAIN} --warmup_steps 9", "warmup_steps 9: the run has only 2 step(s), on 8 pairs; use a smaller"),
-        (f"{TRAIN} --global_batch_size 8", "the run has only 1 step(s), on 8 pairs", "or set warmup_steps: 0"),
         (f"{TRAIN} --global_batch_size 16", "there are only 8 pairs", "use a smaller global_batch_size (2), or"),
         (f"{ON}/few_positions", "max_length 256: a pair has", "the model has 8 positions", "set max_length: 8"),
         (f"{TRAIN} --model_name_or_path {{kit}}/model/config.json", "config.json: is a file; give the folder"),

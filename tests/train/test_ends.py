@@ -89,7 +89,10 @@ def test_a_folder_that_is_removed_at_the_end_is_one_line(run, monkeypatch, capsy
 
 UNWRITABLE = {errno.ENOSPC: "free space", errno.EACCES: "give yourself write permission"}
 UNWRITABLE[errno.EROFS] = "use another node, or have it mounted read-write"
-UNWRITABLE[errno.EIO] = "check its disk or file server"
+LOADING_FAILS = [
+    (MemoryError("9 GiB"), 2, "out of memory in loading"),
+    (OSError(errno.EIO, "Input/output error", "/x"), 1, "Input/output error; check its disk or file server, and run"),
+]
 
 
 @pytest.mark.parametrize(("number", "remedy"), UNWRITABLE.items())
@@ -122,7 +125,6 @@ def limit_files(run):
         (limit_files, 1, "failed", "`ulimit -f`"),
         (lambda run: (run / STOP).mkdir(), 0, "done", ""),
     ],
-    ids=["removed", "ulimit", "folder"],
 )
 def test_what_a_person_does_to_a_running_run_is_one_line(
     tiny_folder, write_rows, tmp_path, monkeypatch, capsys, meddle, code, state, message
@@ -257,12 +259,6 @@ def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path,
     monkeypatch.setattr(training_run, "take_folder", be_second)
     assert train_dpo.main(fields) == 2 and (run / LOCK).exists()
     first[0].release()
-
-
-LOADING_FAILS = [
-    (MemoryError("9 GiB"), 2, "out of memory in loading"),
-    (OSError(errno.EIO, "Input/output error", "/x"), 1, "Input/output error; check its disk or file server, and run"),
-]
 
 
 @pytest.mark.parametrize(("fault", "code", "message"), LOADING_FAILS)

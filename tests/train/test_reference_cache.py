@@ -18,7 +18,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.train import reference_cache
 from sfm_dpo.train.frozen_model import FrozenModel
 from tests.tiny_models import tiny_model
-from tests.toolbox import as_options
+from tests.toolbox import as_options, edit
 from tests.train.test_trainer import make_trainer, pairs
 
 
@@ -161,8 +161,7 @@ def test_the_same_shards_whatever_is_about_training_alone(tiny_folder, cache, fi
 def edited(folder: Path, target: Path, **fields) -> Path:
     """The model with the same weights and another config.json."""
     shutil.copytree(folder, target)
-    config = json.loads((target / "config.json").read_text()) | fields
-    (target / "config.json").write_text(json.dumps(config))
+    edit(target / "config.json", **fields)
     return target
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from datasets import Dataset, load_dataset
 from datasets.fingerprint import get_temporary_cache_files_directory
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
@@ -56,19 +56,6 @@ def make(output_dir, model=None, train_dataset=None, eval_dataset=None, **args) 
 def trainer(tmp_path_factory) -> DPOTrainer:
     """Not trained; no test may change it for good."""
     return make(tmp_path_factory.mktemp("trainer"), loss_type=["sigmoid_norm"])
-
-
-@pytest.fixture
-def process_group(monkeypatch):
-    """A launcher's environment for FSDP2 on CPU, and a process group of this process alone."""
-    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    for name, value in (launcher | {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}).items():
-        monkeypatch.setenv(name, value)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for state in (PartialState, AcceleratorState, GradientState):
-        monkeypatch.setattr(state, "_shared_state", {})
-    yield
-    dist.destroy_process_group()
 
 
 def test_canary_arguments(tmp_path, monkeypatch):
