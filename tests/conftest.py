@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -132,6 +133,14 @@ def hub(monkeypatch, tmp_path):
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts, ours and huggingface_hub's
         yield server
+
+
+@pytest.fixture
+def dead() -> dict:
+    """A part of a lock: a process of this host that has ended."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    return {"host": socket.gethostname(), "pid": ended.pid, "started": 5.0}
 
 
 @pytest.fixture

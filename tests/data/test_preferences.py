@@ -161,10 +161,10 @@ def test_other_columns_are_not_decoded_and_bytes_are_malformed(tmp_path):
     assert pairs.train[0]["prompt"] == [Q] and pairs.train[0]["chosen"] == [assistant("a", at="2024-01-02")]
 
 
-@pytest.mark.parametrize("calls", ["add(2)", [{"function": {"name": "add", "arguments": "x=2"}}]])
-def test_calls_that_are_not_json_are_counted(write_rows, calls):
-    rows = [PAIR, PAIR | {"chosen": [assistant("", tool_calls=calls)]}]
-    assert load(write_rows("calls.jsonl", rows), "--max_dropped_fraction", 1).dropped == {"malformed": 1}
+def test_calls_that_are_not_json_are_counted(write_rows):
+    wrong = ("add(2)", [{"function": {"name": "add", "arguments": "x=2"}}])
+    rows = [PAIR, *(PAIR | {"chosen": [assistant("", tool_calls=calls)]} for calls in wrong)]
+    assert load(write_rows("calls.jsonl", rows), "--max_dropped_fraction", 1).dropped == {"malformed": 2}
 
 
 EMPTY = PAIR | {"chosen": [assistant("")]}

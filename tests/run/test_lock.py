@@ -63,14 +63,6 @@ def slurm(monkeypatch):
     return lambda states: monkeypatch.setattr(lock, "squeue_states", lambda jobs: states)
 
 
-@pytest.fixture
-def dead() -> dict:
-    """A part of a lock: a process of this host that has ended."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    return {"host": platform.node(), "pid": ended.pid, "started": 5.0}
-
-
 def owner_of(path: Path) -> str:
     return describe_owner(read_owner(path))
 

@@ -75,15 +75,13 @@ def test_a_running_run(tmp_path):
     assert describe_run(run, None, time.time())["loss"] == 0.61  # the last one logged
 
 
-def test_running_by_its_own_word_but_gone(tmp_path):
+def test_running_by_its_own_word_but_gone(tmp_path, dead):
     run = make(tmp_path / "a", "running")
     assert state(run) == "running"  # the process that wrote it is this one
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    write_owner(run, pid=ended.pid)
+    write_owner(run, pid=dead["pid"])
     assert state(run) == "died"
     elsewhere = make(tmp_path / "b", "running", host="another-node")
-    write_owner(elsewhere, host="another-node", pid=ended.pid)
+    write_owner(elsewhere, host="another-node", pid=dead["pid"])
     assert state(elsewhere) == "running"  # cannot be known
     assert describe_run(elsewhere, None, time.time() + reader.STALE_SECONDS + 5)["state"] == "stale"
     (elsewhere / LOCK).unlink()

@@ -23,9 +23,6 @@ from tests.e2e.test_oracle import measure
 from tests.tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.toolbox import PLAIN, as_options
 
-TINY = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-TINY |= {"pad_token_id": 256}
-
 
 def pairs(n: int = 8) -> Dataset:
     """Plain text pairs whose responses differ in length by up to ten times; none is truncated."""
@@ -184,7 +181,9 @@ def test_step_0_names_dropout(tiny_folder, tmp_path):
 
 
 def test_a_model_without_a_backbone_is_refused(tmp_path):
-    config = Llama4TextConfig(**TINY, intermediate_size=96, intermediate_size_mlp=96, num_local_experts=2, head_dim=16)
+    shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    shape |= {"intermediate_size": 96, "intermediate_size_mlp": 96, "num_local_experts": 2, "head_dim": 16}
+    config = Llama4TextConfig(**shape, pad_token_id=256)
     model = save(Llama4ForCausalLM(config), tmp_path / "model")
     with pytest.raises(UserError, match="fused LM head finds no backbone in Llama4ForCausalLM"):
         make_trainer(model, tmp_path / "a")
