@@ -72,7 +72,8 @@ def prepare(job: dict) -> dict:
     rng = np.random.default_rng(1)
     columns: dict = {}
     for name, tokens in lengths.items():
-        columns[f"{name}_ids"] = [random_ids(rng, n, config.vocab_size, name == "chosen") for n in tokens]
+        below = config.vocab_size // 2 if name == "chosen" else config.vocab_size  # so that it can learn
+        columns[f"{name}_ids"] = [rng.integers(2, below, n).tolist() for n in tokens]
         columns[f"{name}_length"] = tokens.tolist()
     Dataset.from_dict(columns).save_to_disk(scratch / "pairs")
     return {
@@ -83,11 +84,6 @@ def prepare(job: dict) -> dict:
         "data": f"{job['pairs']} pairs of {job['lengths']} lengths divided by {scale_of(job)}, max_length "
         f"{max_length_of(job)}, micro-batches of {BATCH} pairs, {job['accumulation']} in a step",
     }
-
-
-def random_ids(rng: np.random.Generator, count: int, vocabulary: int, is_chosen: bool) -> list[int]:
-    """Uniform ids, in chosen answers of the vocabulary's lower half, so that there is something to learn."""
-    return rng.integers(2, vocabulary // 2 if is_chosen else vocabulary, count).tolist()
 
 
 def model_config(job: dict):
@@ -231,10 +227,9 @@ def make_trainer(job: dict) -> DPOTrainer:
         settings["memory_gib"] = job["stock_peak_gib"]
     config = parse_config([f"--{name}={value}" for name, value in settings.items()])
     config.train.model_init_kwargs = init_kwargs  # in the dtype of stock TRL, which no recipe could set on a GPU
-    if variant not in SHIPPED:
-        return SFMDPOTrainer(config, **common)
     trainer = SFMDPOTrainer(config, **common)
-    fit(trainer, Before())  # as a start does
+    if variant in SHIPPED:
+        fit(trainer, Before())  # as a start does
     return trainer
 
 

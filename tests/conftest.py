@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -82,6 +83,12 @@ def no_report(monkeypatch):
     monkeypatch.setattr("sfm_dpo.training_run.write_report", lambda run: None)
 
 
+@pytest.fixture
+def without_curves(monkeypatch):
+    """Drawing takes seconds, and has tests of its own."""
+    monkeypatch.setattr("sfm_dpo.report.page.draw_curves", lambda *args, **kwargs: [])
+
+
 @pytest.fixture(scope="session")
 def finished_run(tiny_folder, tmp_path_factory) -> Path:
     """A real run of 6 steps on 24 pairs: 4 held-out pairs, one dropped row, checkpoint-4 and checkpoint-6."""
@@ -116,9 +123,8 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(hf_api.api, "endpoint", server.url)  # of the functions, who read ENDPOINT at their import
         monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # made at its first use, with the ENDPOINT of then
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
@@ -127,6 +133,31 @@ def hub(monkeypatch, tmp_path):
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts, ours and huggingface_hub's
         yield server
+
+
+@pytest.fixture
+def dead() -> dict:
+    """A part of a lock: a process of this host that has ended."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    return {"host": socket.gethostname(), "pid": ended.pid, "started": 5.0}
+
+
+@pytest.fixture
+def process_group(monkeypatch):
+    """A launcher's environment for FSDP2 on CPU, and a process group of this process alone."""
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    for name, value in (launcher | {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}).items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for state in (PartialState, AcceleratorState, GradientState):
+        monkeypatch.setattr(state, "_shared_state", {})
+    yield
+    dist.destroy_process_group()
+    gc.collect()  # a group in a cycle of references would be deleted later: in a forked process that hangs
 
 
 @pytest.fixture

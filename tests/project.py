@@ -1,6 +1,7 @@
 """The project as a user has it, in a folder with a space in its name: tiny recipes, the Hub's names as folders."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -60,4 +61,4 @@ def link(project: Path, name: str, target: str) -> None:
     path = project / name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.symlink_to(project / target)
+        path.symlink_to(os.path.relpath(project / target, path.parent))  # also right in a copy of the project

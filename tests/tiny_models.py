@@ -4,6 +4,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     ApertusConfig,
+    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     Olmo2Config,
@@ -78,6 +79,7 @@ def tiny_config(architecture: str, **overrides) -> PreTrainedConfig:
             },
         ),
         "llama": (LlamaConfig, {"num_key_value_heads": 2}),
+        "gpt2": (GPT2Config, {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}),  # absolute positions
         # For their recipes
         "olmo2": (Olmo2Config, {}),
         "apertus": (ApertusConfig, {"num_key_value_heads": 2}),

@@ -72,11 +72,9 @@ def config_of(data: Path, model: Path, *options):
 
 def read_pairs(data: Path, *options):
     """The pairs of a run on a data set, as load_pairs gives them."""
-    from sfm_dpo.config.fields import parse_config
     from sfm_dpo.data.preferences import load_pairs
 
-    argv = ["--model_name_or_path", "m", "--use_cpu", "--dataset_name", data, *options]
-    config = parse_config([str(word) for word in argv])
+    config = config_of(data, Path("m"), *options)
     read = load_pairs(config)
     read.check_dropped(config.train.max_dropped_fraction)
     return read
@@ -85,6 +83,17 @@ def read_pairs(data: Path, *options):
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def write_task(file: Path, rows: Path, **fields) -> str:
+    """Writes a task of lm-eval, by default multiple choice, whose rows have a question and choices, the first one of
+    which is right; returns its path."""
+    task = {"task": file.stem, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}}}
+    task |= {"test_split": "test", "doc_to_text": "{{question}}", "output_type": "multiple_choice"}
+    task |= {"doc_to_choice": "choices", "doc_to_target": 0}
+    metric = {"metric": fields.pop("metric", "acc"), "higher_is_better": True}
+    file.write_text(yaml.safe_dump(task | {"metric_list": [metric]} | fields))
+    return str(file)
 
 
 def edit(path: Path, **fields) -> None:
@@ -112,6 +121,11 @@ def error_line(printed: str) -> str:
     errors = [line for line in printed.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, printed[-4000:]
     return errors[0]
+
+
+def in_grid(*case):
+    """A case of a parametrised test that only the grid runs."""
+    return pytest.param(*case, marks=pytest.mark.grid)
 
 
 def wait_for(condition: Callable[[], bool], timeout: float, every: float = 0.2) -> None:

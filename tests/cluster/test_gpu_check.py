@@ -59,12 +59,10 @@ def test_a_run_that_ends_badly_is_a_fail_and_the_others_are_checked(check):
     assert [row["result"] for row in rows.values()] == ["pass", "FAIL", "pass", "pass", "FAIL", "pass"]
 
 
-def test_data_that_cannot_be_loaded_end_it_before_the_first_check(monkeypatch, tiny_folder, capsys):
+def test_data_that_cannot_be_loaded_end_it_before_the_first_check(monkeypatch, check, capsys):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    recipe = ["--model_name_or_path", str(tiny_folder("olmo3")), "--dataset_name", "none.jsonl"]
-    assert check_gpu.main(recipe) == 2 and error_line(capsys.readouterr().err).startswith(
-        "error: dataset_name none.jsonl"
-    )
+    assert check_gpu.main(check.recipe) == 2
+    assert error_line(capsys.readouterr().err).startswith("error: dataset_name none.jsonl")
 
 
 def test_runs_have_the_login_and_files_of_their_own(check):

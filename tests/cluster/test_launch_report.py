@@ -5,17 +5,16 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from sfm_dpo.cluster import launch
+from sfm_dpo.common.files import PROJECT
 from sfm_dpo.run import folder
 from sfm_dpo.run.folder import has_failed, message_of_rank, read_status, write_status
 
-ROOT = Path(__file__).resolve().parents[2]
 HOST = platform.node()
 RANKS = """
 import os, signal, sys, time
@@ -46,8 +45,8 @@ def test_the_last_line_is_the_failed_ranks(tmp_path, how, end):
     (tmp_path / "ranks.py").write_text(RANKS)
     launch = ["--config_file", "configs/accelerate/cpu.yaml", "--num_processes", "2", "--main_process_port", "0"]
     command = [sys.executable, "-m", "sfm_dpo.cluster.launch", tmp_path, *launch, tmp_path / "ranks.py", tmp_path, how]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "NCCL_DEBUG": "INFO"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    env = os.environ | {"PYTHONPATH": str(PROJECT), "DS_ACCELERATOR": "cpu", "NCCL_DEBUG": "INFO"}
+    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, last), done.stderr
     assert done.stderr.count("Traceback") == (how == "crash"), "the rank's own, none of the launcher"
     status = read_status(tmp_path)

@@ -13,6 +13,7 @@ from sfm_dpo.cluster import node_check
 from sfm_dpo.cluster.node_check import check_compiler, check_device
 from sfm_dpo.common.errors import NODE_CHECK_FAILED
 from tests.e2e.runs import ROOT, clean_environment, free_port
+from tests.toolbox import in_grid
 
 
 def check(tmp_path, ranks: int = 2, env=None, change: str = "", come=None) -> tuple[list[int], str]:
@@ -56,11 +57,7 @@ def test_a_node_with_a_folder_of_its_own(tmp_path):
     ("came", "expected"),
     [
         (0, "unhealthy n2: no process has reached the first node\nerror: submit again with --exclude=n2, or"),
-        pytest.param(
-            1,
-            "unhealthy n2: rank 1 could not finish the check: .*\nerror: correct this and submit again, or",
-            marks=pytest.mark.grid,
-        ),
+        in_grid(1, "unhealthy n2: rank 1 could not finish the check: .*\nerror: correct this and submit again, or"),
     ],
 )
 def test_a_node_that_never_comes_is_the_one_to_exclude(tmp_path, came, expected):

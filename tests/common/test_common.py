@@ -37,20 +37,14 @@ def test_command_returns_the_exit_code(capsys, end, code, line):
     assert capsys.readouterr() == ("", line)
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (KeyError("step"), "error: outputs/a --json: KeyError: 'step'; a file of the run may be damaged\n"),
-        (UserError("no such folder"), "error: no such folder\n"),
-    ],
-)
-def test_a_command_that_reads_runs_reports_any_exception_in_one_line(capsys, error, line):
+def test_a_command_that_reads_runs_reports_any_exception_in_one_line(capsys):
     @command
     @reads_runs
     def main(argv):
-        raise error
+        raise KeyError("step")
 
     assert main(["outputs/a", "--json"]) == 2
+    line = "error: outputs/a --json: KeyError: 'step'; a file of the run may be damaged\n"
     assert capsys.readouterr() == ("", line)
 
 
@@ -63,7 +57,6 @@ RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "nod
         (RANK_0, None),
         ({"MASTER_ADDR": "node", "RANK": "0", "WORLD_SIZE": "1", "PMI_SIZE": "1"}, ""),  # of one process
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; unset"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2: set without RANK, WORLD_SIZE, "),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1 PMI_SIZE=2: set without RANK, "),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED=true: set without RANK, "),
     ],
@@ -89,10 +82,8 @@ def test_a_variable_without_a_reader_is_named_at_the_start(tmp_path):
 
 
 def test_what_says_nothing_is_not_logged(caplog):
-    for name, text in (
-        ("DeepSpeed", "Setting accelerator to CPU. If"),
-        ("huggingface_hub.utils._http", "Retrying in 1s"),
-    ):
+    dropped = {"DeepSpeed": "Setting accelerator to CPU. If", "huggingface_hub.utils._http": "Retrying in 1s"}
+    for name, text in dropped.items():
         logging.getLogger(name).warning(text)
         logging.getLogger(name).warning("another")
     assert {record.getMessage() for record in caplog.records} <= {"another"}
@@ -130,10 +121,3 @@ def test_a_command_of_one_process_sees_one_gpu_when_torch_starts(given, seen, tm
     env |= {"PYTHONPATH": str(tmp_path)} | ({} if given is None else {"CUDA_VISIBLE_DEVICES": given})
     command = [sys.executable, PROJECT / "scripts/preflight.py", "--help"]
     assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == f"{seen}\n"
-
-
-def test_a_command_beside_the_training_is_no_rank_and_loads_its_own_files(monkeypatch):
-    mine = {"RANK": "1", "SLURM_JOB_ID": "7", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "HF_HOME": "/hf"}
-    for name, value in mine.items():
-        monkeypatch.setenv(name, value)
-    assert mine.items() & distributed.environment_outside_launcher().items() == {("HF_HOME", "/hf")}

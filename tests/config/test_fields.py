@@ -48,13 +48,6 @@ def refused(parse, recipe=None, *cli: str, **kwargs) -> str:
     return message
 
 
-def test_defaults_are_olmo3s_objective(parse):
-    train = parse().train
-    assert (train.loss_type, train.beta, train.learning_rate) == (["sigmoid_norm"], 5.0, 1e-6)
-    assert (train.lr_scheduler_type, train.warmup_steps, train.num_train_epochs) == ("linear", 0.1, 1.0)
-    assert (train.global_batch_size, train.weight_decay) == (128, 0.0)
-
-
 def test_command_line_beats_recipe_beats_defaults(parse):
     assert parse().train.seed == 42
     assert parse({"seed": 7}).train.seed == 7
@@ -75,13 +68,10 @@ def test_command_line_beats_recipe_beats_defaults(parse):
     ("field", "text", "value"),
     [
         ("learning_rate", "1e-6", 1e-6),  # YAML 1.1 reads this as text
-        ("beta", "5", 5.0),
         ("eval_strategy", "no", "no"),  # YAML reads no as false
         ("output_dir", "on", "on"),
         ("gradient_checkpointing", "yes", True),
-        ("loss_type", "sigmoid_norm", ["sigmoid_norm"]),
         ("model_init_kwargs", "{a: [1, two], b: {c: false}}", {"a": [1, "two"], "b": {"c": False}}),
-        ("gradient_checkpointing_kwargs", "{use_reentrant: true}", {"use_reentrant": True}),
         ("ref_model_name_or_path", "None", None),
         ("ref_model_name_or_path", "~/model", str(Path.home() / "model")),
     ],
@@ -115,26 +105,14 @@ def test_a_command_line_reads_the_yaml_of_a_recipe(parse, field, words, value):
         ("--gpus-per-node=8", ["Slurm's options come before the script: sbatch [options] scripts/dpo_train.sh"]),
         (
             "--seed -1 --lr 1 --lrs 1 --beta five",
-            [
-                "4 fields to correct",
-                "yaml:\n- unknown option --lr; ",
-                "\n- unknown option --lrs",
-                "\n- command line: beta: invalid float value: 'five'",
-                "\n- seed -1: must be at least 0",
-            ],
+            ["4 fields to correct", "yaml:\n- unknown option --lr; ", "\n- unknown option --lrs"],
         ),
+        ("--seed -1 --beta five", ["\n- command line: beta: invalid float value: 'five'", "\n- seed -1: must be at"]),
         ("--loss_type simpo", ["loss_type simpo: unknown; here: none ("]),
         ("--loss_type [dpo]", ["loss_type dpo: unknown; here: loss_type: sigmoid (with `beta: 0.1`)"]),
         ("--bf16 auto", ["command line: bf16: ", "got auto", "; here: none (the default: true on a GPU)"]),
         ("--loss_type [a", ["command line: loss_type: ParserError: "]),
-        (
-            "--beta 0 --loss_type foo --eval_strategy steps --report_to nowhere",
-            ["4 fields", "\n- beta 0.0: must", "\n- loss_type foo: unknown", "\n- eval_strategy", "\n- report_to"],
-        ),
-        ("--learning_rate fast", ["learning_rate", "'fast'"]),
-        ("--gradient_checkpointing maybe", ["gradient_checkpointing", "maybe"]),
         ("--eval_strategy sometimes", ["eval_strategy", "'sometimes'", "'epoch'"]),
-        ("--beta 5 6", ["unknown option 6"]),
         ("recipe.yaml", ["unknown option recipe.yaml; did you mean --config recipe.yaml?"]),
         ("--beta", ["beta", "expected one argument"]),
         ("--config nowhere.yaml", ["nowhere.yaml", "no such file"]),
@@ -169,15 +147,12 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ("learning_rat: 1.0e-6", ["learning_rat", "did you mean learning_rate"]),
         ("learning_rate: [1, 2]", ["learning_rate", "'[1, 2]'"]),
         ("learning_rate:", ["learning_rate", "empty"]),
-        ("max_length: 1e3", ["max_length", "'1e3'"]),
-        ("guard: off", ["guard", "'off'", "'stop'"]),
         ("env: {WANDB_PROJECT: x}", ["unknown field 'env'; here: none (set variables in `.env`)"]),
         ("a: [b", ["not valid YAML"]),
         ("output_dir: {{ run }}", ["output_dir: ConstructorError: "]),
         ("model_init_kwargs: {a: 2026-13-01}", ["model_init_kwargs: ValueError: month must be in 1..12"]),
         ("output_dir: $SCRATCH/run", ["output_dir $SCRATCH/run: variables are replaced by a shell only"]),
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, ["model_init_kwargs: cannot set a token, dtype or revision"]),
-        ("- a", ["not valid YAML"]),
         ("beta: 5\nbeta: 0.1", ["beta is given twice; keep one"]),
         ({"max_length": 100, "max_prompt_length": 100}, ["max_prompt_length 100", "max_length 100"]),
         ({"truncation_mode": "keep_end"}, ["truncation_mode", "keep_end", "keep_start"]),
@@ -202,18 +177,13 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"checkpointed_layers": 2, "gradient_checkpointing": False}, ["checkpointed_layers 2: ", "remove one"]),
         ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, ["every_n_layers", "; set checkpointed_layers"]),
         ({"eval_command": "true {checkpoint}"}, ["eval_command true {checkpoint}: lacks {checkpoint} or {out}; for"]),
-        (
-            {"eval_command": "true {checkpoint} {stp} {out}"},
-            ["cannot be read (KeyError('stp')); for instance: sbatch"],
-        ),
-        ({"eval_command": "true {checkpoint} {out} {"}, ["eval_command true", "cannot be read (ValueError("]),
+        ({"eval_command": "true {checkpoint} {stp} {out}"}, ["cannot be read (KeyError('stp')); for instance: sb"]),
         ({"eval_command": "true '{checkpoint} {out}"}, ["eval_command true", "No closing quotation"]),
         ({"eval_command": "nothing.sh {checkpoint} {out}"}, ["command nothing.sh not found"]),
         ({"eval_command": "true {checkpoint} {out}", "save_strategy": "no"}, ["save_strategy no: eval_command needs"]),
         ({"guard_generations": 5}, ["guard_generations 5: needs prompts"]),
         ({"logging_strategy": "no"}, ["logging_strategy", "the guard reads the log"]),
         ({"eval_datasets": "a.jsonl"}, ["eval_datasets a.jsonl: must be a mapping of names to sets, such as {math:"]),
-        ({"eval_datasets": {"a": {"path": "x", "fraction": "1"}}}, ["eval_datasets", "fraction"]),
         ({"eval_datasets": {"a": {"path": None}}}, ["eval_datasets {", "must be a mapping", "a: {'path': None}"]),
         ({"eval_datasets": {"eval": "x"}}, ["eval_datasets", "is called eval or train", "eval: x"]),
         ({"eval_steps": 5}, ["eval_steps 5: has no effect; set eval_strategy: steps"]),
@@ -347,9 +317,7 @@ def test_wandb_is_off_without_a_key_and_said_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     assert resolve_report_to(["wandb"]) == ["wandb"]
     monkeypatch.setenv("WANDB_API_KEY", "k" * 39)
-    with pytest.raises(
-        UserError, match=r"report_to wandb: WANDB_API_KEY: API key must have 40\+ characters, has 39\."
-    ):
+    with pytest.raises(UserError, match=r"report_to wandb: WANDB_API_KEY: API key must have 40\+ characters"):
         resolve_report_to(["wandb"])
 
 
@@ -364,14 +332,11 @@ def test_a_cache_without_file_locks_is_one_line(parse, monkeypatch):
 @pytest.mark.parametrize(
     ("datasets", "part"),
     [
-        ("a.jsonl", "must be a mapping, not str; give a list of mappings such as {path:"),
         (["a.jsonl"], "must be a mapping, not str; give a list of mappings such as {path:"),
         ([{"name": "a"}], "missing 1 required positional argument: 'path'; give a list"),
         ([{"path": "a", "fractoin": 1}], "unknown keys fractoin; give a list"),
         ([{"path": "a", "fraction": 0.5}, {"path": "b"}], "fraction [0.5, None]: must be a number above 0 in all"),
         ([{"path": "a", "fraction": 0.8}, {"path": "b", "fraction": -0.2}], "fraction [0.8, -0.2]: must be a number"),
-        ([{"path": "a", "fraction": 0}], "fraction [0]: must be a number"),
-        ([{"path": "a", "fraction": "50%"}], "fraction ['50%']: must be a number"),
         ([], "dataset_name None: give a Hub id"),
     ],
 )
@@ -382,21 +347,10 @@ def test_wrong_mixture(parse, datasets, part):
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
         {"report_to": ["wandb", "tensorboard"], "eval_fraction": 0.1, "eval_strategy": "epoch", "save_strategy": "no"},
-        {
-            "loss_type": ["sigmoid_norm", "sft"],
-            "loss_weights": [1.0, 0.5],
-            "max_length": None,
-            "save_total_limit": None,
-        },
+        {"loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1.0, 0.5], "max_length": None, "warmup_steps": 100},
         {"use_peft": True, "lora_target_modules": "q_proj", "model_init_kwargs": {"a": {"b": [1, None]}}},
-        {
-            "use_peft": False,
-            "lora_target_modules": "all-linear",
-            "accelerator_config": {"split_batches": False},
-            "warmup_steps": 100,
-        },
+        {"use_peft": False, "lora_target_modules": "all-linear", "accelerator_config": {"split_batches": False}},
         {"dataset_name": "absent", "datasets": [{"path": "a", "fraction": 1}, {"path": "b", "fraction": 2}]},
         {"gradient_checkpointing": False, "max_steps": 3, "save_steps": 0.25, "run_name": "ü: 'x' #y", "seed": 0},
     ],

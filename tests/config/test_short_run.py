@@ -1,10 +1,8 @@
 """A recipe with everything that a short run cannot use passes the configuration of each command that makes one."""
 
-import preflight
 import pytest
 import yaml
 
-import train_dpo
 from sfm_dpo.cluster.gpu_check import GpuCheck
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.effects import short_run
@@ -63,14 +61,6 @@ def test_the_data_and_their_filters_are_the_recipes(argv):
     kept = parse_config(short_run(argv))
     assert_short(kept)
     assert len(kept.data.datasets) == 2 and kept.train.filter_script == "keep.py" and kept.train.max_samples == 1000
-
-
-def test_preflight(argv, monkeypatch):
-    given = []
-    monkeypatch.setattr(train_dpo, "main", lambda argv: given.append(parse_config(argv)) or 0)
-    assert preflight.main(argv) == 0
-    assert_short(given[0])
-    assert given[0].train.preflight_only and not given[0].train.torch_compile and len(given[0].data.datasets) == 2
 
 
 def test_gpu_check(argv, tmp_path):

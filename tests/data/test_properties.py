@@ -109,9 +109,8 @@ def strings(draw) -> Case:
 
 
 case_files = st.lists(st.one_of(strings(), think(), instruct()), min_size=1, max_size=6)
-garbage = st.fixed_dictionaries(
-    {"chosen": anything, "rejected": anything}, optional={"prompt": anything, "x": anything}
-)
+sides = {"chosen": anything, "rejected": anything}
+garbage = st.fixed_dictionaries(sides, optional={"prompt": anything, "x": anything})
 
 
 @settings(max_examples=400, **PROFILE)

@@ -22,14 +22,8 @@ from tests.toolbox import logged, on_cpu, pairs, write_jsonl
 
 STRATEGIES = ["random", "batch_rebalance"]
 LAYOUTS = [(True, True), (True, False), (False, False)]  # packed, shared
-
-
-def draw_lengths(pairs: int = 4100) -> Lengths:
-    tokens = np.exp(np.random.default_rng(0).normal(5.6, 0.9, (3, pairs))).clip(8, 2048).astype(int)
-    return Lengths(*tokens)
-
-
-LENGTHS = draw_lengths()
+TOKENS = np.exp(np.random.default_rng(0).normal(5.6, 0.9, (3, 4100)))
+LENGTHS = Lengths(*TOKENS.clip(8, 2048).astype(int))
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=20), st.integers(1, 6))
@@ -132,16 +126,14 @@ def test_what_is_written_is_what_was_trained_on(tmp_path, tiny_folder, monkeypat
 
 @pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
-def test_full_determinism_gives_bitwise_equal_runs(tmp_path, tiny_folder):
-    """Padding-free, cached reference, balanced batches, a worker: metrics and weights bit by bit."""
+def test_full_determinism_trains(tmp_path, tiny_folder):
+    """Padding-free, cached reference, balanced batches, a worker. Equal runs: tests/e2e/test_resume.py."""
     fields = "--full_determinism true --padding_free true --precompute_ref_log_probs true"
     fields += " --dataloader_num_workers 1 --train_sampling_strategy batch_rebalance"
     try:
-        runs = [train(tmp_path, tiny_folder, *fields.split()) for _ in range(2)]
+        run = train(tmp_path, tiny_folder, *fields.split())
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.deterministic = False
-    logs = [logged(run) for run in runs]
-    assert len(logs[0]) == 3 and logs[0] == logs[1]
-    assert (runs[0] / "model.safetensors").read_bytes() == (runs[1] / "model.safetensors").read_bytes()
+    assert len(logged(run)) == 3

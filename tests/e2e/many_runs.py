@@ -1,10 +1,14 @@
-"""Runs of train_dpo.py, a JSON file of command lines, in one set of processes: starts take longer than training.
+"""Runs of train_dpo.py in one set of processes: starts take longer than training.
 
-Each run's folder also gets dtypes.json: of the policy's parameters and buffers, the optimizer's master weights and
-moments, the reference log-probs and what a linear layer computes, at the last step; and how long ZeRO may wait.
+    many_runs.py MODULE:FUNCTION FILE
+
+calls the function with each of the argument lists in the JSON file. After `train_all` each run's folder also has
+dtypes.json: of the policy's parameters and buffers, the optimizer's master weights and moments, the reference
+log-probs and what a linear layer computes, at the last step; and how long ZeRO may wait.
 """
 
 import gc
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -47,21 +51,24 @@ def recording(self, model, inputs, return_outputs):
     return compute_loss(self, model, inputs, return_outputs)
 
 
-def train_all(argvs: list[list[str]], patch: pytest.MonkeyPatch) -> None:
+def train_all(*argvs: list[str]) -> None:
     """The runs of these command lines, which must end well, without reports."""
-    patch.setattr(train_dpo.SFMDPOTrainer, "_compute_loss", recording)
-    patch.setattr(Trainer, "end", lambda self: None)  # it destroys the process group, which the next run needs
-    patch.setattr(training_run, "write_report", lambda run: None)  # its pictures take longer than training does
-    for argv in argvs:
-        assert train_dpo.main(argv) == 0
-        AcceleratorState._reset_state()  # it holds the DeepSpeed configuration of this run
-        gc.collect()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_dpo.SFMDPOTrainer, "_compute_loss", recording)
+        patch.setattr(Trainer, "end", lambda self: None)  # it destroys the process group, which the next run needs
+        patch.setattr(training_run, "write_report", lambda run: None)  # its pictures take longer than training does
+        for argv in argvs:
+            assert train_dpo.main(argv) == 0
+            AcceleratorState._reset_state()  # it holds the DeepSpeed configuration of this run
+            gc.collect()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        train_all(json.loads(Path(sys.argv[1]).read_text()), patch)
+    module, _, name = sys.argv[1].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    for arguments in json.loads(Path(sys.argv[2]).read_text()):
+        function(*arguments)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

@@ -123,10 +123,6 @@ class Run:
     def status(self) -> dict:
         return read_status(self.folder) or {}
 
-    @property
-    def last_entry(self) -> dict:
-        return json.loads((self.folder / "trainer_state.json").read_text())["log_history"][-1]
-
     def weights(self) -> bytes:
         return (self.folder / "model.safetensors").read_bytes()
 
@@ -157,11 +153,12 @@ class Place:
             process = subprocess.Popen(command, env=env, stdout=log, **popen)
         return Run(Path(values["output_dir"]), Path(log.name), start, process)
 
-    def start_together(self, argvs: list[list[str]], processes: int, launch: str) -> None:
-        """Runs these command lines one after another in one set of processes; all must end well."""
+    def start_together(self, calls: list[list], processes: int, launch="cpu", by="tests.e2e.many_runs:train_all"):
+        """Calls a function, by default with command lines, one after another in one set of processes; all runs must
+        end well."""
         file = self.folder / f"{launch}-{processes}.json"
-        file.write_text(json.dumps(argvs))
-        command = [*launcher(processes, launch), str(ROOT / "tests/e2e/many_runs.py"), str(file)]
+        file.write_text(json.dumps(calls))
+        command = [*launcher(processes, launch), str(ROOT / "tests/e2e/many_runs.py"), by, str(file)]
         env = clean_environment(self.hf_home)
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
@@ -171,11 +168,11 @@ class Place:
         name, _, processes = launch.partition(" ")
         argvs = [as_options(self.values(run, **fields)) for run, fields in runs.items()]
         if processes:
-            self.start_together(argvs, int(processes), name)
+            self.start_together([argvs], int(processes), name)
         else:
             with patch.dict(os.environ), pytest.MonkeyPatch.context() as changes:
                 changes.setattr(reference_cache, "HF_CACHE_HOME", str(self.hf_home))
-                train_all(argvs, changes)
+                train_all(*argvs)
         return {run: self.folder / run for run in runs}
 
 

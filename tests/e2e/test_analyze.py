@@ -6,6 +6,8 @@ import analyze_dataset
 import pytest
 import yaml
 
+from tests.toolbox import as_options
+
 ROWS = [
     {"prompt": f"Wie viele Äpfel? {i}", "chosen": "two " * (1 + i % 9), "rejected": "I cannot say " * (1 + i % 4)}
     for i in range(60)
@@ -13,18 +15,17 @@ ROWS = [
 
 
 def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path, environment, capsys):
-    files = {"--json": tmp_path / "out.json", "--plot": tmp_path / "out.png"}
-    options = [word for option in files.items() for word in map(str, option)]
-    options += ["--model_name_or_path", str(tiny_folder("olmo3"))]
+    files = {"json": tmp_path / "out.json", "plot": tmp_path / "out.png"}
+    options = as_options(files | {"model_name_or_path": tiny_folder("olmo3")})
     assert analyze_dataset.main([str(write_rows("pairs.jsonl", ROWS)), *options]) == 0
     out = capsys.readouterr().out
-    result = json.loads(files["--json"].read_text())
+    result = json.loads(files["json"].read_text())
     best = result["recommendation"]
     pasted = yaml.safe_load(out[out.index("\nmax_length:") :])
     assert pasted == {"max_length": 128, "max_prompt_length": None} and pasted.items() <= best.items()
     assert all(row["flops"] > row["tokens"] for row in result["candidates"])  # from the folder's config.json
     assert max(row["max_length"] for row in result["candidates"]) == 256
-    assert files["--plot"].stat().st_size > 10_000
+    assert files["plot"].stat().st_size > 10_000
 
 
 def test_options_override_the_recipe(write_rows, tiny_folder, tmp_path, environment):

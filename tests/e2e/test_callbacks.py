@@ -11,17 +11,15 @@ import train_dpo
 from sfm_dpo.run.checkpoint import KEEP, MAX_AWAITED, STOP, checkpoints
 from sfm_dpo.run.folder import HEALTH, LOG, SAMPLES, STATUS, TRAINER_STATE, read_file
 from sfm_dpo.train import callbacks, reference_cache
-from tests.toolbox import as_options, without_times
+from tests.toolbox import as_options, in_grid, without_times
 
 COLLAPSES = {"learning_rate": 0.05, "save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "eval_fraction": 0.1}
 COLLAPSES |= {"guard_generations": 3, "guard": "warn"}
 BY_EPOCH = {"save_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 3, "eval_fraction": 0.1}
 ROWS = [  # how a run ends after every step, and its fields
     ("stop", COLLAPSES),
-    pytest.param("kill", COLLAPSES | {"save_steps": 2, "eval_steps": 2, "logging_steps": 3}, marks=pytest.mark.grid),
-    pytest.param(
-        "kill", BY_EPOCH | {"logging_steps": 2, "global_batch_size": 16, "num_train_epochs": 2}, marks=pytest.mark.grid
-    ),
+    in_grid("kill", COLLAPSES | {"save_steps": 2, "eval_steps": 2, "logging_steps": 3}),
+    in_grid("kill", BY_EPOCH | {"logging_steps": 2, "global_batch_size": 16, "num_train_epochs": 2}),
     ("stop", {"eval_command": "true {checkpoint} {step} {out}", "guard": "skip", "save_steps": 1}),  # without results
 ]
 
@@ -83,9 +81,8 @@ def train(argv: list[str], run: Path, how: str = "") -> tuple[int, dict]:
 
 
 @pytest.mark.parametrize(("how", "fields"), ROWS)
-def test_a_run_that_ends_after_every_step_and_is_resumed_is_the_undisturbed_run(
-    place, environment, monkeypatch, no_report, tmp_path, how, fields
-):
+@pytest.mark.usefixtures("environment", "no_report")
+def test_a_run_that_ends_after_every_step_is_the_undisturbed_run(place, monkeypatch, tmp_path, how, fields):
     monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(place.hf_home))
     monkeypatch.setattr(callbacks, "STATUS_SECONDS", 0)  # it is observed at each step
     run = tmp_path / "run"

@@ -11,11 +11,11 @@ from sfm_dpo.run.checkpoint import checkpoints, step_of
 from sfm_dpo.run.reader import read_evaluations
 from tests.toolbox import wait_for
 
-# Writes its arguments into ./calls and the two variables of a rank into its log, and ends at once, as sbatch does; a
+# Writes its arguments into ./calls and three variables of a rank into its log, and ends at once, as sbatch does; a
 # result comes once ./open is there
 HARNESS = """#!/bin/bash
 echo "$2 $1" >>calls
-echo "RANK=$RANK SLURM_GPUS_PER_NODE=$SLURM_GPUS_PER_NODE"
+echo "RANK=$RANK SLURM_GPUS_PER_NODE=$SLURM_GPUS_PER_NODE TORCH_FORCE=$TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 (
     for i in $(seq 3000); do [ ! -e open ] || break; sleep 0.1; done
     [ "$2" != 6 ] || exit 7
@@ -38,7 +38,8 @@ def test_each_checkpoint_is_evaluated_once_through_a_stop_and_a_kill(place, trai
     calls = harness.with_name("calls")
     fields = {"eval_command": f"{harness} {{checkpoint}} {{step}} {{out}}", "save_steps": 1, "save_total_limit": 2}
     fields["guard"] = "skip"  # it keeps checkpoints, too
-    apart = {"popen": {"cwd": harness.parent}, "env": {"RANK": "0", "SLURM_GPUS_PER_NODE": "4"}}
+    rank = {"RANK": "0", "SLURM_GPUS_PER_NODE": "4", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
+    apart = {"popen": {"cwd": harness.parent}, "env": rank}
     run = place.start("evaluated", **fields, **apart)
     run.stop_at(2)
     run = place.start("evaluated", **fields, **apart)
@@ -58,7 +59,7 @@ def test_each_checkpoint_is_evaluated_once_through_a_stop_and_a_kill(place, trai
     called = sorted(int(line.split()[0]) for line in calls.read_text().splitlines())
     assert called == steps, "each once"
     assert f"8 {run.folder}\n" in calls.read_text() and f"2 {run.folder}/checkpoint-2\n" in calls.read_text()
-    assert (run.folder / "evaluations/step-2.log").read_text() == "RANK= SLURM_GPUS_PER_NODE=\n"
+    assert (run.folder / "evaluations/step-2.log").read_text() == "RANK= SLURM_GPUS_PER_NODE= TORCH_FORCE=\n"
     assert run.log.count("evaluation of step 8: acc 0.8, f1 8\n") == 1
     assert "evaluations without a result yet: step-6;" in run.log
     assert [step_of(path) for path in checkpoints(run.folder)] == [6, 7, 8], "rotated once they are evaluated"

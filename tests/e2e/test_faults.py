@@ -97,9 +97,7 @@ def obey_permissions() -> None:
 @pytest.mark.grid
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files to another user")
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o077], ids=oct)
-def test_what_another_user_left_in_a_shared_hf_home_is_used_or_refused_in_one_line(
-    place, uninterrupted, tmp_path, umask
-):
+def test_what_another_user_left_in_hf_home_is_used_or_refused_in_one_line(place, uninterrupted, tmp_path, umask):
     """Of two users of a group that shares the folder the first writes with this umask."""
     home = tmp_path / "hf"
     home.mkdir()

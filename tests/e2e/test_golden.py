@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import Place, assert_same_run, make_place
-from tests.toolbox import logged, pairs, with_tool
+from tests.toolbox import in_grid, logged, pairs, with_tool
 
 GOLDEN = Path(__file__).with_name("golden.json")
 METRICS = ("loss", "rewards/margins", "grad_norm")
@@ -113,7 +113,7 @@ def assert_equal(steps: list[list[float]], expected: list[list[float]], **tolera
         assert mine == pytest.approx(theirs, **tolerance)
 
 
-@pytest.mark.parametrize("name", ["one process", "ZeRO-2", pytest.param("ZeRO-2, others", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("name", ["one process", "ZeRO-2", in_grid("ZeRO-2, others")])
 def test_losses_are_the_recorded_ones(place, name, request):
     """Also with shared prompts, in one process, where rounding differs more."""
     processes, runs = RUNS[name]
@@ -161,9 +161,7 @@ def test_checkpointed_layers_change_no_bit(place, launch):
         assert none == two == three and len(none) == 8
 
 
-@pytest.mark.parametrize(
-    ("launch", "combinations"), [("cpu 2", FEW), *(pytest.param(*case, marks=pytest.mark.grid) for case in BF16_GRID)]
-)
+@pytest.mark.parametrize(("launch", "combinations"), [("cpu 2", FEW), *(in_grid(*case) for case in BF16_GRID)])
 def test_bf16_at_step_0_is_ln_2_and_dtypes_are_right(place, launch, combinations, request):
     if combinations is FEW:
         folders = {name: f for name, f in request.getfixturevalue("zero2").items() if name.startswith("bf16")}

@@ -80,18 +80,9 @@ def place(tmp_path_factory) -> Place:
 
 
 @pytest.fixture(scope="module")
-def expect(place) -> Callable[[Combination], Expected]:
+def expect(place) -> Callable[..., Expected]:
     """The oracle's result, computed once for all paths and launchers: only loss, order and reference may change it."""
-
-    @functools.cache
-    def of_settings(loss: str, sampler: str, other: bool) -> Expected:
-        return oracle(place, settings(place, loss, sampler, other))
-
-    def of_combination(combination: Combination) -> Expected:
-        loss, path, sampler = combination
-        return of_settings(loss, sampler, path in OTHER)
-
-    return of_combination
+    return functools.cache(lambda *given: oracle(place, settings(place, *given)))
 
 
 LAUNCHES = enumerate(("single", "cpu 2", "cpu_zero3 2", "cpu_fsdp2 2"))
@@ -106,8 +97,8 @@ def test_against_plain_pytorch(place, expect, launch, combinations):
         name = f"{launch}, {len(combinations)}, {loss}, {path}, {sampler}"
         runs[name] = settings(place, loss, sampler, path in OTHER) | PATHS[path.removesuffix(", other")]
     folders = place.run_many(launch, runs)
-    for combination, (name, folder) in zip(combinations, folders.items(), strict=True):
-        expected, weights = expect(combination)
+    for (loss, path, sampler), (name, folder) in zip(combinations, folders.items(), strict=True):
+        expected, weights = expect(loss, sampler, path in OTHER)
         worst = 0.0
         for entry, metrics in zip(logged(folder) + logged(folder, "eval_loss"), expected, strict=True):
             for metric, value in metrics.items():

@@ -27,10 +27,8 @@ def watch_command_lines(shown: set[str], over: threading.Event) -> None:
             shown.update(leaks(" ".join(process.info["cmdline"] or []).encode()))
 
 
-def test_a_checkpoint_is_pushed_the_final_push_fails_and_no_secret_is_left(
-    place, train_here, hub, tmp_path, monkeypatch
-):
-    """The secrets are in .env, which others can read."""
+def test_a_final_push_fails_and_no_secret_is_left(place, train_here, hub, tmp_path, monkeypatch):
+    """A checkpoint is pushed before. The secrets are in .env, which others can read."""
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".env").write_text("".join(f"{name}={value}\n" for name, value in CANARIES.items()))

@@ -168,9 +168,7 @@ def test_steps_between_logs_and_saves_may_change_in_a_resumed_run(train_here):
     assert [entry["step"] for entry in logged(again.folder)] == [2, 3, 4]
 
 
-def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(
-    place, uninterrupted, train_here, tmp_path
-):
+def test_a_full_disk_leaves_the_previous_checkpoint_and_one_line(place, uninterrupted, train_here, tmp_path):
     with small_disk(tmp_path / "disk", "12m") as disk:
         fields = {"output_dir": disk / "run", "save_total_limit": 2}
         run = place.start("disk", **fields)

@@ -10,7 +10,6 @@ import evaluate
 import numpy as np
 import pytest
 import torch
-import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,7 +17,7 @@ import train_dpo
 from sfm_dpo.evaluation.lm_eval import compare_results
 from sfm_dpo.run.folder import read_resolved_config
 from tests.oracle import response_logps
-from tests.toolbox import write_jsonl
+from tests.toolbox import write_jsonl, write_task
 
 
 def make_result(values: np.ndarray, mean: float) -> dict:
@@ -55,16 +54,11 @@ def tasks(tmp_path, monkeypatch) -> list[str]:
     """A multiple-choice and a generation task over one local file; the second asks for sampling, which is not done."""
     monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", str)  # lm-eval asks for it, and it starts pip
     rows = [{"question": f"{i} + {i}?", "choices": [str(2 * i), "I forgot it.", f"{i}!"]} for i in range(9)]
-    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": path}}}
-    data |= {"test_split": "test", "doc_to_text": "{{question}}"}
-    choice = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": 0}
-    answer = {"output_type": "generate_until", "doc_to_target": "{{choices[0]}}"}
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    answer = {"output_type": "generate_until", "doc_to_target": "{{choices[0]}}", "doc_to_choice": None}
     answer["generation_kwargs"] = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": True, "temperature": 2.0}
-    for name, fields, metric in (("choice", choice, "acc"), ("answer", answer, "exact_match")):
-        fields |= {"task": f"local_{name}", "metric_list": [{"metric": metric, "higher_is_better": True}]}
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(data | fields))
-    return [str(tmp_path / f"{name}.yaml") for name in ("choice", "answer")]
+    choice = write_task(tmp_path / "local_choice.yaml", path)
+    return [choice, write_task(tmp_path / "local_answer.yaml", path, metric="exact_match", **answer)]
 
 
 def score(folder: str | Path) -> list[float]:

@@ -1,15 +1,7 @@
-"""Run by test_calibration.py, also under a launcher: runs of train_dpo.py in one set of processes. The JSON file holds
-for each run its kind and its command line.
-
-Kinds: with calibration; without it; `less`: rank 1 has not enough memory for the first setting; `first`: with
-calibration, and the setting that the run in the folder of this name has found.
-"""
+"""Run by test_calibration.py, also under a launcher."""
 
 import json
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pytest
 import torch
@@ -23,6 +15,8 @@ run_micro_batch = calibration.run_micro_batch
 
 
 def train(kind: str, argv: list[str]) -> None:
+    """A run with calibration; `without` it; `less`: rank 1 has not enough memory for the first setting; `first`: with
+    calibration, and the setting that the run in the folder of this name has found."""
     with pytest.MonkeyPatch.context() as patch:
         if kind == "without":
             patch.setattr(train_dpo, "fit", lambda trainer, before: trainer.facts)
@@ -41,13 +35,4 @@ def train(kind: str, argv: list[str]) -> None:
             settings = json.loads((run / "data.json").read_text())["settings"]
             argv += ["--per_device_train_batch_size", str(settings["micro_batch"]), "--gradient_checkpointing", "true"]
             argv += ["--checkpointed_layers", str(settings["checkpointed_layers"])]
-        train_all([argv], patch)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for run in json.loads(Path(sys.argv[1]).read_text()):
-        train(*run)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+        train_all(argv)

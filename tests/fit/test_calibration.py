@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shlex
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,13 +28,15 @@ from sfm_dpo.run.folder import LOG, describe, read_file, read_resolved_config
 from sfm_dpo.run.start import Before, choose_start
 from sfm_dpo.train.callbacks import NEW_RUN, REMEDIES, Progress, explain_out_of_memory
 from sfm_dpo.train.trainer import arguments_for_trl
-from tests.e2e.runs import ROOT, clean_environment, launcher, make_place
+from tests.e2e.runs import make_place
 from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
-from tests.toolbox import as_options, error_line, logged, on_cpu, pairs
+from tests.toolbox import as_options, error_line, in_grid, logged, on_cpu, pairs
 from tests.train.test_trainer import make_trainer
 
-GRID = functools.partial(pytest.param, marks=pytest.mark.grid)
 CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.02 GiB is"
+ADAPTER = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
+BY_MEMORY = {"use_cpu": "true", "per_device_train_batch_size": None, "gradient_checkpointing": None}
+ALONE = [in_grid(2, "true"), in_grid(1, "false"), in_grid(1, "true")]  # in a start of their own
 
 
 @functools.cache
@@ -160,7 +161,6 @@ def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
         (MemoryError(), "training, step 8 (MemoryError); use a smaller per_device_train_batch_size, or set"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
     ],
-    ids=["CUDA", "CPU", "cuBLAS", "Python", "another"],
 )
 def test_errors_that_are_out_of_memory(error, line):
     progress = Progress()
@@ -169,17 +169,8 @@ def test_errors_that_are_out_of_memory(error, line):
     assert (end is None) == (line is None)
     if end:
         assert (end.exit_code, end.state) == (2, "failed") and line in str(end)
-
-
-@pytest.mark.parametrize(
-    ("smaller", "remedy"),
-    [(None, NEW_RUN), ("--checkpointed_layers 2", "use the next smaller setting: --checkpointed_layers 2; or ")],
-)
-def test_what_helps_if_the_memory_of_a_chosen_setting_is_exceeded(smaller, remedy):
-    settings = Settings(8, 1, 0, memory={"smaller": smaller})
-    progress = Progress()
-    progress.begin_micro_batch("training", 7, {})
-    assert f"(MemoryError); {remedy}" in str(explain_out_of_memory(MemoryError(), progress, settings))
+        smallest = Settings(8, 1, 0, memory={"smaller": None})
+        assert NEW_RUN in str(explain_out_of_memory(error, progress, smallest))
 
 
 @pytest.mark.parametrize("phase", [*REMEDIES, "loading"])
@@ -238,7 +229,7 @@ def random_pairs(tokens: int) -> Dataset:
     return Dataset.from_list([{"prompt": "a short question?", "chosen": answers[0], "rejected": answers[1]}] * 4)
 
 
-@pytest.mark.parametrize(("tokens", "bf16"), [(20, "true"), (200, "false"), GRID(2000, "true")])
+@pytest.mark.parametrize(("tokens", "bf16"), [(20, "true"), (200, "false"), in_grid(2000, "true")])
 def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_path, monkeypatch, bf16, tokens):
     cli = ["--prefix_sharing=false", "--max_length=4096", f"--bf16={bf16}"]
     assert calibrated(tiny_folder("llama"), tmp_path, *cli, data=random_pairs(tokens)).ratios["packed"] < 3
@@ -277,15 +268,12 @@ def test_a_shared_prompt_whose_keys_are_wrong_stops_the_start(tiny_folder, tmp_p
     assert "packed" in ratios and "shared" not in ratios  # where it is not set, it is off
 
 
-ADAPTER = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
-
-
 @pytest.mark.parametrize(
     ("architecture", "cli", "peft"),
     [
         *((architecture, [], None) for architecture in ("gpt_neox", "olmo3", "olmoe", "smollm3")),
         ("llama", ["--bf16=true", "--gradient_checkpointing=false"], ADAPTER),
-        GRID("llama", ["--torch_compile=true", "--torch_compile_backend=aot_eager"], None),
+        in_grid("llama", ["--torch_compile=true", "--torch_compile_backend=aot_eager"], None),
         ("llama", ["--padding_free=false"], None),
         ("llama", ["--max_length=20", "--global_batch_size=1", "--per_device_train_batch_size=1"], None),  # 3 pairs
     ],
@@ -314,13 +302,8 @@ def start(tmp_path_factory):
     place = make_place(tmp_path_factory.mktemp("calibrated"), pairs(24), {"olmo3": {}}, {"max_steps": 3})
 
     def run(processes: int, runs: dict[str, tuple[str, dict]]) -> dict[str, Path]:
-        given = [(kind, as_options(place.values(name, **fields))) for name, (kind, fields) in runs.items()]
-        file = place.folder / "runs.json"
-        file.write_text(json.dumps(given))
-        command = [*launcher(processes, "cpu"), str(ROOT / "tests/fit/calibrated_runs.py"), str(file)]
-        env = clean_environment(place.hf_home)
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        calls = [[kind, as_options(place.values(name, **fields))] for name, (kind, fields) in runs.items()]
+        place.start_together(calls, processes, by="tests.fit.calibrated_runs:train")
         return {name: place.folder / name for name in runs}
 
     return run
@@ -329,9 +312,6 @@ def start(tmp_path_factory):
 def with_and_without(processes: int, bf16: str) -> dict[str, tuple[str, dict]]:
     fields = {"use_cpu": "true", "bf16": bf16, "checkpointed_layers": 1}
     return {f"{kind}, {processes}, {bf16}": (kind, fields) for kind in ("with", "without")}
-
-
-BY_MEMORY = {"use_cpu": "true", "per_device_train_batch_size": None, "gradient_checkpointing": None}
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +324,7 @@ def weights(run: Path) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "bf16"), [(2, "false"), GRID(2, "true"), GRID(1, "false"), GRID(1, "true")])
+@pytest.mark.parametrize(("processes", "bf16"), [(2, "false"), *ALONE])
 def test_a_calibrated_run_ends_with_the_weights_of_one_that_is_not(start, request, processes, bf16):
     runs = with_and_without(processes, bf16)
     is_alone = (processes, bf16) != (2, "false")

@@ -30,6 +30,7 @@ SLOW_RUN = [
 EVERY_TENTH_STEP = [(10, 0.69, 0.0), (20, 0.66, 0.1), (30, 0.55, 0.4), (40, 0.004, 5.9)]  # as such a run might log
 RUN = GuardContext(sigmoid=True, beta=0.1, chosen_tokens=200.0, max_steps=60, warmup_steps=6)
 NORM = RUN._replace(beta=5.0, chosen_tokens=1.0)
+COLLAPSE = ["--learning_rate", "1e-3", "--warmup_steps", "40"]
 
 
 def entries(rows, names=("loss", "rewards/margins")) -> list[dict]:
@@ -153,13 +154,8 @@ def push(path: Path, *options: str) -> int:
     return push_to_hub.main([str(path), "--hub_model_id", "lab/model", *options])
 
 
-COLLAPSE = ["--learning_rate", "1e-3", "--warmup_steps", "40"]
-
-
 @pytest.mark.slow
-def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(
-    command, tmp_path, capsys, no_report, request
-):
+def test_a_collapse_is_stopped_and_the_last_healthy_checkpoint_kept(command, tmp_path, capsys, no_report, request):
     out = tmp_path / "run"
     assert train_dpo.main(command + COLLAPSE) == 4
     status, health = (json.loads((out / name).read_text()) for name in ("status.json", "health.json"))

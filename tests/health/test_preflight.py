@@ -144,12 +144,10 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
 
 
 @pytest.mark.slow
-def test_the_script_judges_a_recipe_that_cannot_train_here(
-    tiny_folder, write_rows, tmp_path, no_report, monkeypatch, capsys
-):
+def test_it_judges_a_recipe_that_cannot_train_here(tiny_folder, write_rows, tmp_path, no_report, monkeypatch, capsys):
     monkeypatch.setattr(train_dpo, "check_disk", None)  # nothing is saved
     fields = {"eval_fraction": 0.25, "eval_strategy": "steps", "eval_steps": 2, "guard_generations": 2}
-    fields |= {"save_steps": 2, "bf16": "true", "use_cpu": "false"}
+    fields |= {"save_steps": 2, "bf16": "true", "use_cpu": "false", "torch_compile_backend": "no_such_backend"}
     fields |= {"memory_gib": 0.001, "gradient_checkpointing": None, "per_device_train_batch_size": None}
     options = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(8)), tmp_path, **fields)
     assert preflight.main(options) == 3

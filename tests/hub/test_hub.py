@@ -114,7 +114,9 @@ def test_a_batch_job_does_the_open_steps_of_a_trained_run_and_nothing_else(hub, 
     assert "output_dir:" not in capsys.readouterr().out, "what would start the nodes"
 
 
-def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
+def test_a_checkpoint_goes_to_a_branch_of_its_own_with_the_results_that_evaluate_has_collected(hub, run):
+    scores = {step: {"acc (5-shot": {"value": 0.5, "stderr": None}} for step in (4, 6)}
+    (run / "evaluation.json").write_text(json.dumps({"checkpoints": scores}))
     assert push(run, "--hub_revision", "step-{step}") == 0
     assert push(run / "checkpoint-4", "--hub_revision", "step-{step}") == 0
     assert set(hub.repos["lab/model"].branches) == {"main", "step-4"}
@@ -122,7 +124,7 @@ def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
     assert weights["main"] == (run / WEIGHTS).read_bytes()
     assert weights["step-4"] == (run / "checkpoint-4" / WEIGHTS).read_bytes() != weights["main"]
     card = files(hub, "step-4")["README.md"].decode()
-    assert 'revision="step-4"' in card and "checkpoint of step 4" in card
+    assert 'revision="step-4"' in card and "checkpoint of step 4" in card and "acc (5-shot" in card
     assert not (run / "checkpoint-4" / PUSHING).exists()
 
 
@@ -132,13 +134,6 @@ def test_a_chat_compares_with_the_revision_that_the_run_started_from(hub, run, c
     edit(run / "data.json", models={})
     assert generate.main([str(run), "Hi", "--max_new_tokens", "2"]) == 0
     assert "base: " in capsys.readouterr().out
-
-
-def test_a_checkpoint_is_pushed_with_the_results_that_evaluate_has_collected(hub, run):
-    scores = {step: {"acc (5-shot": {"value": 0.5, "stderr": None}} for step in (4, 6)}
-    (run / "evaluation.json").write_text(json.dumps({"checkpoints": scores}))
-    assert push(run / "checkpoint-4") == 0
-    assert "acc (5-shot" in files(hub)["README.md"].decode()
 
 
 def test_a_checkpoint_that_is_pushed_is_not_rotated_away(hub, run, capsys):
@@ -263,6 +258,7 @@ def test_access_makes_a_private_repository_and_its_branch(hub):
     for _ in range(2):  # it may be there already
         assert check_access("model", True, "dev", "") == f"{NAME}/model"
     assert hub.repos[f"{NAME}/model"].private and "dev" in hub.repos[f"{NAME}/model"].branches
+    assert push_to_hub.choose_repo({}, Path("beta=5,learning_rate=1e-06")) == "beta-5-learning_rate-1e-06"
     assert check_access("open", False, None, "") == f"{NAME}/open"
     assert not hub.repos[f"{NAME}/open"].private
     with pytest.raises(UserError, match="is public; if this is intended, set hub_private_repo: false"):
@@ -290,19 +286,9 @@ def test_a_push_that_the_hub_refuses_says_why_and_how_to_push_later(hub, run, ca
     assert "pushed" in read_status(run) and WEIGHTS in files(hub)
 
 
-def test_a_push_without_a_token_leaves_the_run_done(hub, run, capsys, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN")
-    before = read_status(run)
-    assert push(run) == 2
-    assert "no token" in capsys.readouterr().err
-    assert read_status(run) == before and not hub.log and not list(run.glob(".hub-*"))
-    assert push_to_hub.choose_repo({}, run / "beta=5,learning_rate=1e-06") == "beta-5-learning_rate-1e-06"
-
-
 @pytest.mark.parametrize("options", [["--download_only"], ["--download_only", "--trust_remote_code", "true"]])
-def test_prefetch_downloads_the_code_that_a_recipe_trusts_and_computes_nothing(
-    hub, run, write_rows, capsys, tmp_path, options
-):
+def test_prefetch_downloads_code_that_a_recipe_trusts(hub, run, write_rows, capsys, tmp_path, options):
+    """And computes nothing."""
     assert push(run) == 0
     files(hub)["modeling_own.py"] = b"pass"
     rows = write_rows("p.jsonl", pairs(4))

@@ -8,14 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BambaConfig,
-    Ernie4_5_MoeConfig,
-    Gemma2Config,
-    Olmo3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, Ernie4_5_MoeConfig, Gemma2Config, Olmo3Config
 
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.memory.activations import Activations, TraceError, _trace_bytes, head_bytes, trace_activations

@@ -18,8 +18,7 @@ from sfm_dpo.memory.planner import MemoryPlanner
 from sfm_dpo.model.packing import decide_packing
 from tests.tiny_models import tiny_config
 
-RNG = np.random.default_rng(0)
-RESPONSES = np.exp(RNG.normal(5, 1, (2, 1024))).astype(np.int64).clip(4, 4000)
+RESPONSES = np.exp(np.random.default_rng(0).normal(5, 1, (2, 1024))).astype(np.int64).clip(4, 4000)
 LENGTHS = Lengths(np.full(1024, 50), *RESPONSES)
 
 

@@ -206,11 +206,7 @@ def test_the_flash_kernel_is_the_one_asked_for(monkeypatch, capsys):
         return attention.kernel_name(torch.device("cuda"), torch.bfloat16, 64)
 
     assert kernel("fa2") == "FA2"
-    for major, cuda, package in (
-        (10, "13.0", "flash-attn-4[cu13]"),
-        (9, "12.6", "flash-attn-4"),
-        (9, "13.0", "flash"),
-    ):
+    for major, cuda, package in ((10, "13.0", "flash-attn-4[cu13]"), (9, "12.6", "flash-attn-4")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda given=major: (given, 0))
         assert attention.usable_kernels("auto") == []

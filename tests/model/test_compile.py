@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -16,23 +17,13 @@ from tests.tiny_models import tiny_model
 pytestmark = [pytest.mark.slow, pytest.mark.grid]
 KINDS_OF_LAYER = {"gpt_neox": 1, "llama": 1, "olmo3": 2}
 
-GRAPHS = []
 
-
-@torch._dynamo.register_backend
-def counting(graph, example_inputs):
-    """The name of a backend, for `torch_compile_backend`: runs the graph as it is, and remembers it."""
-    GRAPHS.append(graph)
-    return graph.forward
-
-
-@pytest.fixture
-def graphs():
-    """Each graph that a backend is asked to compile."""
+@pytest.fixture(autouse=True)
+def no_graphs():
+    """None that an earlier test has compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    GRAPHS.clear()
-    yield GRAPHS
+    yield
     torch._dynamo.reset()
 
 
@@ -99,9 +90,7 @@ def backward_on_cpu(gradient, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, is_ca
         ("olmoe", True, True, False),
     ],
 )
-def test_the_branch_of_a_gpu_has_no_break_and_equals_eager(
-    architecture, packed, sharing, checkpointing, graphs, monkeypatch
-):
+def test_a_gpus_path_has_no_break_and_equals_eager(architecture, packed, sharing, checkpointing, monkeypatch):
     """6 batches, and a forward without gradients of each, need no graph of their own. `varlen_attn` in the compiled
     layer has a kernel for the CPU; the uncompiled model takes SDPA by sequence."""
     torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", forward_on_cpu)
@@ -126,15 +115,16 @@ def test_the_branch_of_a_gpu_has_no_break_and_equals_eager(
     assert bool(counters["graph_break"]) == (architecture == "olmoe")  # transformers' hook at its router
 
 
-def test_generate_compiles_nothing(graphs):
-    compiled = make_model("olmo3", backend="counting").eval()
+def test_generate_compiles_nothing():
+    counter = CompileCounter()
+    compiled = make_model("olmo3", backend=counter).eval()
     plain = make_model("olmo3").eval()
     prompt = torch.arange(12)[None]
     expected = plain.generate(prompt, max_new_tokens=6, do_sample=False)
     assert torch.equal(compiled.generate(prompt, max_new_tokens=6, do_sample=False), expected)
-    assert graphs == []
+    assert counter.frame_count == 0
     loss_and_gradients(compiled, make_pairs(BATCHES[0]))
-    assert graphs
+    assert counter.frame_count
 
 
 @pytest.mark.gpu
@@ -143,8 +133,6 @@ def test_generate_compiles_nothing(graphs):
 @pytest.mark.parametrize("architecture", KINDS_OF_LAYER)
 def test_on_cuda_in_bfloat16(architecture, checkpointing):
     """varlen_attn inside the compiled layer; log-probs within bf16's rounding, recompilations bounded."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     size = {"hidden_size": 256, "initializer_range": 0.02, "dtype": torch.bfloat16, "device": "cuda"}
     plain = make_model(architecture, checkpointing=checkpointing, **size)
     compiled = make_model(architecture, checkpointing=checkpointing, backend="inductor", **size)

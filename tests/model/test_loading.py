@@ -1,6 +1,5 @@
 """Loading weights; DeepSpeed on CPUs, and log-probs that FSDP2 must not round."""
 
-import gc
 import json
 import os
 import shutil
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -26,9 +24,9 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 from sfm_dpo.common.distributed import disable_deepspeed_shm, load_only_tensors
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
-from sfm_dpo.model.loading import disable_noise, load_model, load_model_config, meta_model
+from sfm_dpo.model.loading import disable_noise, load_model, load_model_config
 from sfm_dpo.model.sharding import keep_precision, prepare_blocks
-from tests.tiny_models import tiny_config, tiny_model
+from tests.tiny_models import tiny_model
 from tests.toolbox import edit
 
 STOCK_ATTRIBUTES = dict(GraniteMoeConfig.attribute_map)  # before a load_model in this process adds num_experts
@@ -67,12 +65,6 @@ def test_a_zero_checkpoint_that_could_run_code_is_not_loaded(tmp_path, environme
     with pytest.raises(UnpicklingError) if is_attack else nullcontext():
         engine.load(str(tmp_path / "states.pt"))
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_meta_model_has_the_parameters_of_the_model(tied):
-    planned = meta_model(tiny_config("llama", tie_word_embeddings=tied))
-    assert planned.num_parameters() == tiny_model("llama", tie_word_embeddings=tied).num_parameters()
 
 
 def start(folder) -> None:
@@ -182,14 +174,6 @@ def test_canary_deepspeed_compiles_an_all_reduce_on_cpu(monkeypatch, disable):
     assert build_shm_op() == (None if disable else "compiled")
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    gc.collect()  # a group in a cycle of references would be deleted later: in a forked process that hangs
-
-
 def split(prepare) -> tuple[torch.nn.Module, int]:
     """A model that is prepared for FSDP2, and its units."""
     state = SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
@@ -197,7 +181,7 @@ def split(prepare) -> tuple[torch.nn.Module, int]:
     return model, sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def test_the_reference_is_split_by_block(one_rank):
+def test_the_reference_is_split_by_block(process_group):
     model, units = split(prepare_blocks)
     assert units == 3 + 1 and not model.training
     ids = torch.randint(0, 250, (2, 12))
@@ -205,12 +189,12 @@ def test_the_reference_is_split_by_block(one_rank):
         assert torch.equal(model(ids).logits, tiny_model("olmo3").eval()(ids).logits)
 
 
-def test_canary_reference_is_one_unit(one_rank):
+def test_canary_reference_is_one_unit(process_group):
     assert split(prepare_fsdp)[1] == 1
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_log_probs_under_fsdp2_are_not_rounded(one_rank, kept):
+def test_log_probs_under_fsdp2_are_not_rounded(process_group, kept):
     """accelerate's own policy rounds them to bf16: if that ever ends, keep_precision can go."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     plugin.set_mixed_precision("bf16")

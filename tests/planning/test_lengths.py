@@ -17,10 +17,6 @@ from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 from tests.toolbox import assistant, config_of, user, with_tool
 
 
-def lengths_of(kind: str, n: int) -> Lengths:
-    return Lengths(*sample_lengths(kind, n).values())
-
-
 def pair(i: int, chosen: str = "{} apples", rejected: str = "I do not know, {}") -> dict:
     lead = [user("Hi"), assistant("Hello")] * (i % 2)
     prompt = [*lead, user(f"How many apples? {i}")]
@@ -168,7 +164,7 @@ def test_nothing_beyond_the_models_limit_is_considered():
     assert list_lengths(CANDIDATES, 10_000, None) == list_lengths(CANDIDATES, 10_000, 10**6) == list(CANDIDATES[:7])
     assert list_lengths(CANDIDATES, 10_000, 600) == [256, 512, 600]
     assert list_lengths(STEPS, 100, 2048) == [128]
-    think = lengths_of("think", 500)
+    think = Lengths(**sample_lengths("think", 500))
     result = analyze_sample(think, min_coverage=0.99, min_tokens_kept=0.99, limit=4096)
     best = result["recommendation"]
     assert best["max_length"] == 4096 and best["reason"].startswith("No max_length")

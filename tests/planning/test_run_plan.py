@@ -9,7 +9,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from transformers import AutoConfig
 
 from scripts import plan
-from sfm_dpo.common.distributed import CPU_ONLY
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config.fields import parse_config
@@ -99,13 +98,11 @@ def test_lora_trains_the_adapter_alone(plan_of):
 
 
 @pytest.mark.slow
-def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys):
+def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys, environment):
     stated = {"pairs": 1000, "percentiles": {name: {"0": 50, "50": 100, "100": 200} for name in ("prompt", "chosen")}}
     stated["percentiles"]["rejected"] = {"0": 10, "50": 20, "100": 40}
     (tmp_path / "l.json").write_text(json.dumps(stated))
     monkeypatch.chdir(PROJECT)
-    for name, value in CPU_ONLY.items():  # plan.py sets them for good
-        monkeypatch.setenv(name, value)
     command = f"""--config recipes/olmo_hybrid_7b_instruct.yaml --lengths {tmp_path}/l.json --pairs 2000 --gpu h100
         --model_name_or_path bench/shapes/olmo3_7b --num_gpus 4 --num_nodes 2 --json {tmp_path}/plan.json""".split()
     assert plan.main(command) == 0

@@ -156,11 +156,7 @@ def test_differing_fields_environment_data_and_cache_are_named(tmp_path, capsys)
 
 @pytest.mark.parametrize(
     "message, series",
-    [
-        ("0 logged step(s) in common", {"reward": [1.0] * 10}),
-        ("1 logged step(s) in common", {"loss": [0.7]}),
-        ("no step was logged", {}),
-    ],
+    [("0 logged step(s) in common", {"reward": [1.0] * 10}), ("no step was logged", {})],
 )
 def test_mistakes_are_one_line_and_exit_2(tmp_path, capsys, message, series):
     steps = range(1, 1 + max(map(len, series.values()), default=1))

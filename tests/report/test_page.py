@@ -11,14 +11,7 @@ import pytest
 
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.report.model_card import hide_paths, write_model_card
-from sfm_dpo.report.page import (
-    changed_fields,
-    format_summary,
-    format_yaml,
-    last_user_turn,
-    tabulate_held_out,
-    write_report,
-)
+from sfm_dpo.report.page import changed_fields, format_summary, format_yaml, last_user_turn, write_report
 from sfm_dpo.report.plots import PANELS, draw_curves
 from sfm_dpo.run.folder import read_file
 from sfm_dpo.run.reader import describe_calibration, describe_run, judge_learning, read_run
@@ -26,12 +19,6 @@ from tests.toolbox import edit
 
 STEPS = 6
 HOSTILE = "</pre></div><script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)> & \"quoted\" 'text'"
-
-
-@pytest.fixture
-def without_curves(monkeypatch):
-    """Drawing takes seconds, and has tests of its own."""
-    monkeypatch.setattr("sfm_dpo.report.page.draw_curves", lambda *args, **kwargs: [])
 
 
 def save(run: Path, name: str, content) -> None:
@@ -90,7 +77,8 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
     assert all(map(math.isnan, wilson(math.nan, 4)))
     assert wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)  # Newcombe 1998, table I, method 3
     assert f"{after['eval_rewards/accuracies']:.2f} ({low:.2f} to {high:.2f})" in page.text
-    assert "0.50, all ties" in page.text and "gap, per token +" in page.text
+    assert "before, step 0 after, step 6" in page.text and "0.50, all ties" in page.text
+    assert "gap, per token +" in page.text
     assert "learning_rate" in page.text and "train_dpo" not in page.text.split("Configuration")[0]
     changed = {key for key, *_ in changed_fields(read_run(run)["config"])}
     assert {"learning_rate", "max_length"} <= changed and not changed & {"beta", "loss_type", "warmup_steps", "bf16"}
@@ -126,11 +114,6 @@ def test_a_restart_is_drawn_and_steps_are_counted_since_it(run, without_curves):
     save(run, "environment.json", read_run(run)["environment"] | {"starts": [*starts, starts[0] | {"step": 4}]})
     facts = read_run(run)
     assert f"{STEPS} optimizer steps, {STEPS - 4} of them since the last start in 0:00:" in format_summary(run)
-    assert [row for _, rows in tabulate_held_out(facts) for row in rows[0]] == [
-        "metric",
-        "before, step 0",
-        "after, step 6",
-    ]
     (_, svg), *_ = draw_curves(facts, run / "figures", panels=["loss"])
     (_, other), *_ = draw_curves(facts | {"environment": {}}, run / "figures", panels=["loss"])
     assert svg.count("<path") > other.count("<path")

@@ -10,11 +10,7 @@ from sfm_dpo.report import page
 from sfm_dpo.run.folder import RUN_FILES, TRAINER_STATE, read_file
 from sfm_dpo.training_run import report
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """They take seconds; a log has only numbers."""
-    monkeypatch.setattr(page, "draw_curves", lambda log, folder: [])
+pytestmark = pytest.mark.usefixtures("without_curves")
 
 
 def read_everywhere(run: Path, other: Path, capsys) -> list[int]:

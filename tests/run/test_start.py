@@ -20,6 +20,7 @@ TRAINED = {"names": {"resolved_config.yaml", "log.jsonl"}, "before": CONFIG, "ha
 REPORTED = TRAINED | {"names": TRAINED["names"] | {"report.html", "README.md"}}
 OTHER = {"before": CONFIG | {"learning_rate": 1.0}}
 PUSH = ["--push_to_hub", "true"]
+UNVERIFIED = ["--verify_checkpoints", "false"]
 
 
 def status(state, **facts) -> dict:
@@ -88,9 +89,6 @@ def start_from(run: Path, *options) -> Path | None:
     if not (run / "resolved_config.yaml").exists():
         describe(config)
     return choose_start(config).before.checkpoint
-
-
-UNVERIFIED = ["--verify_checkpoints", "false"]
 
 
 def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):

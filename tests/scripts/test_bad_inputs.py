@@ -2,7 +2,6 @@
 
 import gzip
 import importlib.util
-import json
 import os
 import shlex
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import train_dpo
-from tests.toolbox import error_line, write_jsonl
+from tests.toolbox import edit, error_line, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "--model_name_or_path {kit}/model --dataset_name {kit}/pairs.jsonl --use_cpu"
@@ -30,31 +29,24 @@ def with_file(name: str, content: bytes | str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def with_config(field: str, value: object) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-
-    return change
+def with_config(**fields) -> Callable[[Path], None]:
+    return lambda folder: edit(folder / "config.json", **fields)
 
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n"
 # Copies of a good model, and of a good run, each with one thing wrong.
 MODELS = {
-    "more_layers": with_config("num_hidden_layers", 4),
-    "other_size": with_config("intermediate_size", 97),
-    "few_positions": with_config("max_position_embeddings", 8),
+    "more_layers": with_config(num_hidden_layers=4),
+    "other_size": with_config(intermediate_size=97),
+    "few_positions": with_config(max_position_embeddings=8),
     "unknown_type": with_file("config.json", '{"model_type": "lama"}'),
     "no_tokenizer": lambda folder: [path.unlink() for path in folder.glob("*token*")],
     "template_syntax": with_file("chat_template.jinja", "{% for m in messages %}{{ m['content'] }"),
-    "kernel": with_config("_attn_implementation", "evil/kernel"),
-    "encoder": with_config("model_type", "t5"),
+    "kernel": with_config(_attn_implementation="evil/kernel"),
+    "encoder": with_config(model_type="t5"),
     "weights_lfs": with_file("model.safetensors", LFS),
 }
-RUNS = {
-    "config_list": with_file("resolved_config.yaml", "- a\n"),
-    "state_list": with_file("trainer_state.json", "[1]"),
-}
+RUNS = {"config_list": with_file("resolved_config.yaml", "- a\n")}
 
 
 @pytest.fixture(scope="module")
@@ -106,22 +98,11 @@ CASES = {
         (f"{RECIPE} --gpu b2000", "--gpu B2000: unknown; "),
         (f"{RECIPE} --num_gpus 3", "global_batch_size ", ": is not a multiple of 3 process(es); choose "),
         (f"{RECIPE} --lengths {{kit}}/list.json", "--lengths", "list.json", "give the JSON of analyze_dataset.py"),
-        (
-            f"{RECIPE} --global_batch_size 8 --model_name_or_path {{kit}}/models/encoder",
-            "t5 is not a causal language model; choose one",
-        ),
+        (f"{RECIPE} --global_batch_size 8 --model_name_or_path {{kit}}/models/encoder", "t5 is not a causal language"),
     ],
-    "prefetch": [
-        (
-            "--model_name_or_path 'a b' --dataset_name {kit}/pairs.jsonl",
-            "model_name_or_path a b: cannot be downloaded",
-        ),
-    ],
-    "status": [
-        ("{kit}/nowhere", "nowhere: no such folder"),
-        ("{kit} --jsn", "unrecognized arguments: --jsn (see --help)"),
-    ],
-    "compare_runs": [(f"{{kit}}/runs/state_list/trainer_state.json {RUN}", "trainer_state.json: not a run's folder")],
+    "prefetch": [("--model_name_or_path 'a b' --dataset_name {kit}/pairs.jsonl", "path a b: cannot be downloaded")],
+    "status": [("{kit}/nowhere", "nowhere: no such folder"), ("{kit} --jsn", "unrecognized arguments: --jsn (see")],
+    "compare_runs": [(f"{RUN}/trainer_state.json {RUN}", "trainer_state.json: not a run's folder")],
     "push_to_hub": [
         (f"{RUN} --hub_private_repo maybe", "--hub_private_repo: invalid choice: 'maybe'"),
         ("{kit}/runs/config_list", "resolved_config.yaml: missing or damaged", "restore it"),
@@ -134,7 +115,6 @@ CASES = {
     "generate": [
         ("{kit}/nothing hi", "nothing: neither a folder with a model nor a model on the Hub"),
         ("{kit}/models/weights_lfs hi", "weights_lfs: cannot be loaded"),
-        ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
     "check_config": [
         (f"four {TRAIN}", "cannot read four: FileNotFoundError"),
@@ -148,7 +128,6 @@ CASES = {
     "train_dpo": [
         (f"{TRAIN} --use_peft --lora_target_modules qproj", "lora_target_modules", "name modules of the model"),
         (f"{TRAIN} --warmup_steps 9", "warmup_steps 9: the run has only 2 step(s), on 8 pairs; use a smaller"),
-        (f"{TRAIN} --global_batch_size 8", "the run has only 1 step(s), on 8 pairs", "or set warmup_steps: 0"),
         (f"{TRAIN} --global_batch_size 16", "there are only 8 pairs", "use a smaller global_batch_size (2), or"),
         (f"{ON}/few_positions", "max_length 256: a pair has", "the model has 8 positions", "set max_length: 8"),
         (f"{TRAIN} --model_name_or_path {{kit}}/model/config.json", "config.json: is a file; give the folder"),
@@ -158,13 +137,12 @@ CASES = {
         (f"{TRAIN} --model_name_or_path /nope", "model_name_or_path /nope: neither a folder with a model nor"),
         (f"{ON}/no_tokenizer", "no_tokenizer: cannot load a tokenizer"),
         (f"{ON}/unknown_type", "model type `lama`"),
-        (f"{ON}/more_layers", "model.layers.3.", "take config.json and weights from"),
+        (f"{ON}/more_layers", "model.layers.3.", "is missing (and 8 more)", "take config.json and weights from"),
         (f"{ON}/other_size", "mlp", "has another shape"),
         (f"{CHATS}/template_syntax", "its chat template, line 1"),
         (f"{ON}/kernel", "config.json asks for the kernel evil/kernel, code from the Hub; remove it there"),
         (f"{TRAIN} --model_init_kwargs steps", "model_init_kwargs steps: give a mapping, such as {a: 1}"),
         (f"{TRAIN} --model_init_kwargs '{{{{\"atn\": 1}}}}'", "unexpected keyword argument 'atn'"),
-        (f"{TRAIN} --use_peft --lora_target_modules nosuch", "lora_target_modules", "'nosuch'"),
     ],
 }
 
@@ -218,9 +196,8 @@ def test_variables_of_the_batch_scripts(env, part):
     """What they do before Slurm is needed; tests/slurm has the rest."""
     command = ["bash", "-c", "source scripts/common.sh; use_environment; count_processes"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PATH": path} | env, capture_output=True, text=True, check=False
-    )
+    env = os.environ | {"PATH": path} | env
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert_one_line(done.returncode, done.stderr, [part])
 
 

@@ -9,12 +9,6 @@ from tests.project import make_project
 from tests.slurm.cluster import Cluster, local_cluster, missing
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.slurm)
-
-
 @pytest.fixture(scope="session")
 def cluster() -> Cluster:
     if reason := missing():

@@ -11,6 +11,7 @@ from sfm_dpo.run.folder import read_file, read_status
 from tests.slurm.jobs import CPU, end_of, log_of, stand_in, train
 from tests.toolbox import logged, wait_for
 
+pytestmark = pytest.mark.slurm
 STEPS = 40
 # The recipe's speed flags are on: padding-free, cached reference, balanced batches, under ZeRO-2 with two processes.
 FIELDS = {"global_batch_size": 16, "max_steps": STEPS, "save_steps": 10, "logging_steps": 1}

@@ -14,8 +14,9 @@ from sfm_dpo.run.folder import read_status
 from tests.commands import runnable
 from tests.project import link
 from tests.slurm.jobs import CPU, end_of, log_of, stand_in, train
-from tests.toolbox import error_line, logged, wait_for, write_jsonl
+from tests.toolbox import error_line, logged, wait_for, write_jsonl, write_task
 
+pytestmark = pytest.mark.slurm
 INSTRUCT = "dpo-instruct-train"
 
 
@@ -63,16 +64,12 @@ def test_documented(cluster, project, line, monkeypatch):
     line = line.replace("$rate", "8e-8").replace("$seed", "0")  # of the loop over sbatch
     link(project, "SMALL_MODEL", "tiny model")
     link(project, "pairs.jsonl", "pairs/train.jsonl")
-    if line.startswith("LAUNCH=cpu") and "scripts/dpo_train.sh" in line:
-        env = CPU | {"NUM_PROCESSES": "1"}
-        said = cluster.run("bash", "-c", line.replace("sbatch", "sbatch --parsable"), cwd=project, **env)
-        assert cluster.wait(said, 1800)["JobState"] == "COMPLETED", log_of(project, said)[-3000:]
-        assert "ended: state done, exit code 0, step 2, outputs/dry-run" in log_of(project, said)
-        return
-    if "prepare.sh prefetch.py" in line:
-        said = cluster.run("bash", "-c", line.replace("sbatch", "sbatch --parsable"), cwd=project, **CPU)
-        assert cluster.wait(said, 1800)["JobState"] == "COMPLETED", log_of(project, said, "prepare")[-3000:]
-        assert "pairs to train on" in log_of(project, said, "prepare")
+    is_prepared = "prepare.sh prefetch.py" in line
+    if is_prepared or (line.startswith("LAUNCH=cpu") and "scripts/dpo_train.sh" in line):
+        command = line.replace("sbatch", "sbatch --parsable")
+        job = cluster.run("bash", "-c", command, cwd=project, **CPU | {"NUM_PROCESSES": "1"})
+        log = end_of(cluster, project, job, name="prepare" if is_prepared else "dpo-train")
+        assert ("pairs to train on" if is_prepared else "state done, exit code 0, step 2, outputs/dry-run") in log
         return
     cluster.run("bash", "-c", line.replace("sbatch", "sbatch --test-only"), cwd=project)
     if "dpo_" not in line:
@@ -91,26 +88,12 @@ def test_documented(cluster, project, line, monkeypatch):
         # found by train_dpo.py, after the launch: rank 0 tells the other
         ({"NUM_PROCESSES": "2"}, {"dataset_name": "missing.jsonl"}, "missing.jsonl"),
     ],
-    ids=["field", "data"],
 )
 def test_mistake_ends_the_job_with_code_2_and_one_line(cluster, project, env, fields, message):
     job = train(cluster, project, env={"NUM_PROCESSES": "1"} | env, output_dir="outputs/mistake", **fields)
     log = end_of(cluster, project, job, "FAILED", "2:0")
     assert message in log.strip().splitlines()[-1]
     error_line(log)
-
-
-TASK = """\
-task: sums
-dataset_path: json
-dataset_kwargs: {data_files: {test: sums.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: choices
-doc_to_target: 0
-metric_list: [{metric: acc, higher_is_better: true}]
-"""
 
 
 EVALUATE = """\
@@ -125,8 +108,7 @@ exec bash scripts/evaluate.sh "$1" --tasks sums.yaml --out "$3"
 def test_checkpoints_are_evaluated_by_jobs_of_their_own_once_through_a_requeue(cluster, project):
     """Jobs wait in the queue while the run is requeued, and for longer than it lives; one of them is killed."""
     rows = [{"question": f"What is {i} and {i}?", "choices": [f"{2 * i}.", "No."]} for i in range(8)]
-    write_jsonl(project / "sums.jsonl", rows)
-    (project / "sums.yaml").write_text(TASK)
+    write_task(project / "sums.yaml", write_jsonl(project / "sums.jsonl", rows))
     (project / "my_eval.sh").write_text(EVALUATE)
     run = project / "outputs/evaluated"
     fields = {"output_dir": "outputs/evaluated", "max_steps": 30, "save_steps": 15, "global_batch_size": 16}
@@ -218,7 +200,6 @@ def test_the_site_file_is_sourced_on_every_node(cluster, project, tmp_path):
         ("return 3", "site.sh: returned 3 on "),
         ("exit 0", "site.sh: calls exit; use return"),
     ],
-    ids=["syntax", "code", "exit"],
 )
 def test_a_site_file_that_fails_ends_the_job_with_one_line(cluster, project, tmp_path, site, message):
     folder = stand_in(project, tmp_path, "")

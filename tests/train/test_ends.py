@@ -30,9 +30,7 @@ from tests.toolbox import error_line, logged, on_cpu, pairs
 
 
 @pytest.mark.usefixtures("no_report")
-def test_a_mismatch_is_refused_the_end_is_evaluated_and_made_again(
-    tiny_folder, write_rows, tmp_path, capsys, monkeypatch
-):
+def test_a_mismatch_is_refused_and_an_end_is_made_again(tiny_folder, write_rows, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SFM_GRACE_SECONDS", "0")
     monkeypatch.setattr("sfm_dpo.report.page.draw_curves", lambda *args, **kwargs: [])
     run = tmp_path / "output_dir"
@@ -91,7 +89,10 @@ def test_a_folder_that_is_removed_at_the_end_is_one_line(run, monkeypatch, capsy
 
 UNWRITABLE = {errno.ENOSPC: "free space", errno.EACCES: "give yourself write permission"}
 UNWRITABLE[errno.EROFS] = "use another node, or have it mounted read-write"
-UNWRITABLE[errno.EIO] = "check its disk or file server"
+LOADING_FAILS = [
+    (MemoryError("9 GiB"), 2, "out of memory in loading"),
+    (OSError(errno.EIO, "Input/output error", "/x"), 1, "Input/output error; check its disk or file server, and run"),
+]
 
 
 @pytest.mark.parametrize(("number", "remedy"), UNWRITABLE.items())
@@ -118,24 +119,22 @@ def limit_files(run):
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 @pytest.mark.parametrize(
-    ("meddle", "code", "message"),
+    ("meddle", "code", "state", "message"),
     [
-        (shutil.rmtree, 1, "output_dir {run}: was removed or moved during the run; start it again"),
-        (lambda run: run.rename(run.with_name("away")), 1, "output_dir {run}: was removed or moved during the run; "),
-        (limit_files, 1, "`ulimit -f`"),
-        (lambda run: (run / STOP).mkdir(), 0, ""),
+        (shutil.rmtree, 1, None, "output_dir {run}: was removed or moved during the run; start it again"),
+        (limit_files, 1, "failed", "`ulimit -f`"),
+        (lambda run: (run / STOP).mkdir(), 0, "done", ""),
     ],
-    ids=["removed", "moved", "ulimit", "folder"],
 )
 def test_what_a_person_does_to_a_running_run_is_one_line(
-    tiny_folder, write_rows, tmp_path, monkeypatch, capsys, meddle, code, message
+    tiny_folder, write_rows, tmp_path, monkeypatch, capsys, meddle, code, state, message
 ):
     run = tmp_path / "run"
     fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, max_steps=2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def act(self, args, state, *rest, **kwargs):
-        if state.global_step == 1:
+    def act(self, args, trainer_state, *rest, **kwargs):
+        if trainer_state.global_step == 1:
             meddle(run)
 
     monkeypatch.setattr(ProgressLine, "on_step_begin", act)
@@ -145,9 +144,7 @@ def test_what_a_person_does_to_a_running_run_is_one_line(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     error = capsys.readouterr().err
     assert message.format(run=run) in (error_line(error) if code else error)
-    assert read_status(run).get("state") == (
-        None if message.startswith("output_dir") else "failed" if code else "done"
-    )
+    assert read_status(run).get("state") == state
     assert not (run / LOCK).exists()
 
 
@@ -264,27 +261,15 @@ def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path,
     first[0].release()
 
 
-def test_out_of_memory_while_a_model_is_loaded_is_no_mistake(tmp_path, monkeypatch, environment, capsys):
-    def fail(*args):
-        with user_input("model m"):
-            raise MemoryError("9 GiB")
-
-    monkeypatch.setattr(train_dpo, "identify_models", fail)
-    fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
-    assert train_dpo.main(fields.split()) == 2
-    assert "out of memory in loading" in error_line(capsys.readouterr().err)
-
-
-def test_an_io_error_while_the_trainer_is_built_is_no_mistake(
-    tiny_folder, write_rows, tmp_path, monkeypatch, environment, capsys
+@pytest.mark.parametrize(("fault", "code", "message"), LOADING_FAILS)
+@pytest.mark.usefixtures("environment")
+def test_a_fault_while_the_model_is_loaded_is_no_mistake(
+    tiny_folder, write_rows, tmp_path, monkeypatch, capsys, fault, code, message
 ):
-    run = tmp_path / "run"
-    fault = OSError(errno.EIO, os.strerror(errno.EIO), "/scratch/x")
     monkeypatch.setattr("sfm_dpo.train.trainer.load_configured_model", Mock(side_effect=fault))
-    assert train_dpo.main(on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run)) == 1
-    assert "Input/output error; check its disk or file server, and run" in error_line(capsys.readouterr().err)
-    status = read_status(run)
-    assert (status["state"], status["exit_code"]) == ("failed", 1) and os.strerror(errno.EIO) in status["message"]
+    run = tmp_path / "run"
+    assert train_dpo.main(on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run)) == code
+    assert message in error_line(capsys.readouterr().err) and message[:12] in read_status(run)["message"]
 
 
 @pytest.mark.usefixtures("environment")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from datasets import Dataset, load_dataset
 from datasets.fingerprint import get_temporary_cache_files_directory
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
@@ -36,6 +36,7 @@ import train_dpo
 from sfm_dpo.common.files import PROJECT
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import on_cpu, write_jsonl
+from tests.toolbox import pairs as toy_pairs
 from tests.train.test_trainer import pairs
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
@@ -55,19 +56,6 @@ def make(output_dir, model=None, train_dataset=None, eval_dataset=None, **args) 
 def trainer(tmp_path_factory) -> DPOTrainer:
     """Not trained; no test may change it for good."""
     return make(tmp_path_factory.mktemp("trainer"), loss_type=["sigmoid_norm"])
-
-
-@pytest.fixture
-def process_group(monkeypatch):
-    """A launcher's environment for FSDP2 on CPU, and a process group of this process alone."""
-    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    for name, value in (launcher | {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}).items():
-        monkeypatch.setenv(name, value)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for state in (PartialState, AcceleratorState, GradientState):
-        monkeypatch.setattr(state, "_shared_state", {})
-    yield
-    dist.destroy_process_group()
 
 
 def test_canary_arguments(tmp_path, monkeypatch):
@@ -380,9 +368,7 @@ def test_each_comment_names_a_canary_and_each_canary_has_a_comment():
 
 def test_deprecated_names_in_use_are_on_the_page(tiny_folder, tmp_path):
     """A run of this project warns of no name that a next version removes, except those that the page explains."""
-    data = write_jsonl(
-        tmp_path / "pairs.jsonl", [{"prompt": f"{i}?", "chosen": "Yes.", "rejected": "No"} for i in range(8)]
-    )
+    data = write_jsonl(tmp_path / "pairs.jsonl", toy_pairs(8))
     fields = {"padding_free": "true", "gradient_checkpointing": "true", "precompute_ref_log_probs": "true"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
