@@ -16,7 +16,7 @@ from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config.fields import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
-from sfm_dpo.report.plots import PANELS, draw_curves
+from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import REPORT, State
 from sfm_dpo.run.reader import LEARNED, describe_calibration, judge_learning, list_held_out, read_run, to_float
 
@@ -67,7 +67,6 @@ def write_report(run: Path) -> Path:
         sentences=list_sentences(facts),
         calibration=describe_calibration(facts["data"].get("calibration") or {}),
         curves=draw_curves(facts, run / FIGURES),
-        machine_titles=[title for name, (title, *_) in PANELS.items() if name.startswith("perf_")],
         changed=changed_fields(facts["config"]),
         format_yaml=format_yaml,
         command=shlex.join(facts["environment"].get("command", [])),

@@ -55,8 +55,7 @@ _FORMS |= {"eval_loss": ".4f", "eval_rewards/accuracies": ".3f"}
 def read_run(run: Path) -> dict[str, Any]:
     """The content of a run's files, empty if absent or damaged: `config`, and by stem the others of RUN_FILES; `log`
     (log_history of the newest trainer_state.json, then later entries of LOG), `steps`, `seconds` of training since the
-    last start or None, `gpu_hours`, and the names of complete `checkpoints` and of `incomplete` ones. Raises UserError
-    without files."""
+    last start or None, `gpu_hours`, and the names of complete `checkpoints`. Raises UserError without files."""
     facts = {Path(name).stem: mask_values(read_file(run / name)) for name in RUN_FILES}  # reports are shared
     facts["config"] = facts.pop(Path(RESOLVED_CONFIG).stem)
     by_step = checkpoints(run)
@@ -76,7 +75,6 @@ def read_run(run: Path) -> dict[str, Any]:
         "seconds": runtimes[-1] if runtimes else None,
         "gpu_hours": count_gpu_hours(facts["environment"], facts["status"]),
         "checkpoints": [folder.name for folder in by_step if why_incomplete(folder) is None],
-        "incomplete": [folder.name for folder in by_step if why_incomplete(folder)],
     }
 
 

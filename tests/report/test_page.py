@@ -78,7 +78,7 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
     assert_nothing_is_loaded(run, page)
     assert "The run is done." in page.text and f"{STEPS} optimizer steps" in page.text
     assert "on 24 preference pairs" in page.text and "4 held-out pairs" in page.text
-    assert "Truncated" in page.text and "python scripts/generate.py" in page.text and "Speed and memory" in page.text
+    assert "Truncated" in page.text and "python scripts/generate.py" in page.text
     norms = [entry["grad_norm"] for entry in log if "grad_norm" in entry]
     clipped = sum(norm > 1 for norm in norms) / len(norms)
     assert ("aria-label", f"Gradient norm, {clipped:.0%} of steps clipped by optimizer step") in page.attributes
@@ -194,7 +194,6 @@ def test_a_killed_run_with_damaged_files_is_told_from_its_newest_checkpoint(run,
     save(run, "status.json", {"state": "running", "step": 5, "message": ""})
     page = page_of(run)
     assert "was killed" in page.text
-    assert f"Checkpoints: checkpoint-4; incomplete, and deleted after a later save: checkpoint-{STEPS}" in page.text
     assert "checkpoint-4" in format_summary(run)  # and not the model, which a killed run may have half written
 
 
