@@ -17,6 +17,7 @@ from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config.fields import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.report.plots import draw_curves
+from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.folder import REPORT, State
 from sfm_dpo.run.reader import LEARNED, describe_calibration, judge_learning, list_held_out, read_run, to_float
 
@@ -65,7 +66,7 @@ def write_report(run: Path) -> Path:
         state=state,
         state_class="open" if is_doubtful else STATES[state][0],
         sentences=list_sentences(facts),
-        calibration=describe_calibration(facts["data"].get("calibration") or {}),
+        calibration=describe_calibration(RunFacts.of(facts["data"]).calibration),
         curves=draw_curves(facts, run / FIGURES),
         changed=changed_fields(facts["config"]),
         format_yaml=format_yaml,

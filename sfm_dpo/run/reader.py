@@ -5,7 +5,6 @@ import json
 import math
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
 from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.run.checkpoint import checkpoints, why_incomplete
-from sfm_dpo.run.facts import Calibration, read_record
+from sfm_dpo.run.facts import Calibration
 from sfm_dpo.run.folder import (
     DATA,
     ENVIRONMENT,
@@ -131,27 +130,24 @@ def _give_verdict(what: str, value: float, low: float, high: float) -> tuple[str
     return verdict, f"{verdict.capitalize()}: {what} {figures}{advice}."
 
 
-def describe_calibration(recorded: Any) -> list[tuple[str, str]]:
-    """What a start has measured, as in data.json, by name, as text."""
-    found = asdict(read_record(Calibration, recorded) or Calibration())
-    if not found["noise"]:
+def describe_calibration(found: Calibration) -> list[tuple[str, str]]:
+    """What a start has measured, by name, as text."""
+    if not found.noise:
         return []
-    rows = [("noise of a log-prob", f"{found['noise']:.2g} nats")]
-    rows += [(f"{path} differs by", f"{ratio:.2g} times that") for path, ratio in found["ratios"].items()]
-    if found["measured_bytes"]:
-        sizes = [f"{found[name] / 2**30:.2f}" for name in ("measured_bytes", "planned_bytes")]
-        rows.append(("memory measured and planned", f"{' and '.join(sizes)} GiB"))
-    rows += [
-        (f"micro-batch by {kernel}, all layers checkpointed", f"{ms:.0f} ms")
-        for kernel, ms in found["kernels"].items()
-    ]
-    if found["hours"] is not None:
-        rows.append(("an average micro-batch takes", f"{found['milliseconds']:.0f} ms"))
-        rate = f"{found['tokens_per_second']:,.0f} tokens/s a device in a micro-batch, without communication"
-        rate += f", {found['mfu']:.1%} MFU" if found["mfu"] else ""
-        rows.append(("training", f"about {found['hours']:.2g} h: {rate}"))
-        rows.append(("reference pass", f"{found['reference_hours']:.2g} h"))
-    return [*rows, ("calibration took", f"{found['seconds']:.0f} s")]
+    rows = [("noise of a log-prob", f"{found.noise:.2g} nats")]
+    rows += [(f"{path} differs by", f"{ratio:.2g} times that") for path, ratio in found.ratios.items()]
+    if found.measured_bytes and found.planned_bytes:
+        sizes = f"{found.measured_bytes / 2**30:.2f} and {found.planned_bytes / 2**30:.2f} GiB"
+        rows.append(("memory measured and planned", sizes))
+    for kernel, milliseconds in found.kernels.items():
+        rows.append((f"micro-batch by {kernel}, all layers checkpointed", f"{milliseconds:.0f} ms"))
+    if found.hours is not None:
+        rows.append(("an average micro-batch takes", f"{found.milliseconds:.0f} ms"))
+        rate = f"{found.tokens_per_second:,.0f} tokens/s a device in a micro-batch, without communication"
+        rate += f", {found.mfu:.1%} MFU" if found.mfu else ""
+        rows.append(("training", f"about {found.hours:.2g} h: {rate}"))
+        rows.append(("reference pass", f"{found.reference_hours:.2g} h"))
+    return [*rows, ("calibration took", f"{found.seconds:.0f} s")]
 
 
 def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> float | None:

@@ -20,6 +20,7 @@ from sfm_dpo.report.page import (
     write_report,
 )
 from sfm_dpo.report.plots import PANELS, draw_curves
+from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.folder import read_file
 from sfm_dpo.run.reader import describe_calibration, describe_run, judge_learning, read_run
 from tests.toolbox import edit
@@ -83,7 +84,7 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
     clipped = sum(norm > 1 for norm in norms) / len(norms)
     assert ("aria-label", f"Gradient norm, {clipped:.0%} of steps clipped by optimizer step") in page.attributes
     assert "empty response" in page.text  # the dropped row, in words
-    calibration = describe_calibration(read_run(run)["data"]["calibration"])
+    calibration = describe_calibration(RunFacts.of(read_run(run)["data"]).calibration)
     assert calibration[0][0] == "noise of a log-prob" and all(" ".join(row) in page.text for row in calibration)
     after = [entry for entry in log if "eval_loss" in entry][-1]
     low, high = wilson(after["eval_rewards/accuracies"], 4)
