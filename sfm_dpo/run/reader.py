@@ -40,15 +40,7 @@ STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
 LOCKED = "locked"  # shown of a folder that a job has taken and written nothing to
 LOADING = "loading"  # shown of a run that resumes: its status.json is still that of the start before
 COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc verdict health last GPU-h".split()
-_KEYS = {
-    "eta": "eta_seconds",
-    "pairs/s": "pairs_per_second",
-    "eval_acc": "eval_rewards/accuracies",
-    "last": "seconds_since_update",
-    "GPU-h": "gpu_hours",
-}  # keys of describe_run
-_FORMS = {"pairs_per_second": ".2f", "loss": ".4f", "margin": "+.3f", "gpu_hours": ".1f"}
-_FORMS |= {"eval_loss": ".4f", "eval_rewards/accuracies": ".3f"}
+_FORMS = {"pairs/s": ".2f", "loss": ".4f", "margin": "+.3f", "eval_loss": ".4f", "eval_acc": ".3f", "GPU-h": ".1f"}
 
 
 def read_run(run: Path) -> dict[str, Any]:
@@ -232,7 +224,8 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
 
 
 def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, Any]:
-    """The state of a run at `now` (Unix time), given `queue` from `squeue_states`; unknown values are None."""
+    """The state of a run at `now` (Unix time), given `queue` from `squeue_states`: COLUMNS (`eta` and `last` are in
+    seconds), and what `format_runs` adds; unknown values are None."""
     status = read_file(run / STATUS)
     job = status.get("task") or status.get("job")
     slurm = None
@@ -266,14 +259,16 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "open": still,
         "job": job,
         "slurm": slurm,
-        "eta_seconds": status.get("eta_seconds") if shown == State.RUNNING else None,
-        **{name: status.get(name) for name in ("step", "max_steps", "pairs_per_second", "loss", "margin")},
-        **{name: held_out.get(name) for name in ("eval_loss", "eval_rewards/accuracies")},
+        "eta": status.get("eta_seconds") if shown == State.RUNNING else None,
+        **{name: status.get(name) for name in ("step", "max_steps", "loss", "margin")},
+        "pairs/s": status.get("pairs_per_second"),
+        "eval_loss": held_out.get("eval_loss"),
+        "eval_acc": held_out.get("eval_rewards/accuracies"),
         "verdict": verdicts[0][0] if verdicts else None,
         "health": read_file(run / HEALTH).get("verdict"),
-        "seconds_since_update": round(age),
+        "last": round(age),
         "evaluation": format_scores(*list(evaluations.items())[-1]) if evaluations else None,
-        "gpu_hours": count_gpu_hours(environment, status),
+        "GPU-h": count_gpu_hours(environment, status),
         "log": status.get("log"),
     }
 
@@ -292,7 +287,7 @@ def describe_runs(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 def format_runs(runs: list[dict[str, Any]]) -> str:
     """The runs as text, a line each, then the messages of those that are not done, and each run's last evaluation."""
-    cells = [[_format_cell(run, _KEYS.get(name, name)) for name in COLUMNS] for run in runs]
+    cells = [[_format_cell(run, name) for name in COLUMNS] for run in runs]
     lines = [format_table(cells, COLUMNS, indent=0)]
     notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != State.DONE]
     notes += [f"{run['run']}: to be done by the same command: {', '.join(run['open'])}" for run in runs if run["open"]]
@@ -303,12 +298,12 @@ def format_runs(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _format_cell(run: dict[str, Any], key: str) -> str:
-    value = run[key]
+def _format_cell(run: dict[str, Any], name: str) -> str:
+    value = run[name]
     if value is None:
         return "-"
-    if key == "step" and run["max_steps"]:
+    if name == "step" and run["max_steps"]:
         return f"{value}/{run['max_steps']}"
-    if "seconds" in key.split("_"):
+    if name in ("eta", "last"):
         return format_clock(value)
-    return format(value, _FORMS.get(key, ""))
+    return format(value, _FORMS.get(name, ""))

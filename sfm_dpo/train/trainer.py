@@ -130,6 +130,7 @@ class SFMDPOTrainer(DPOTrainer):
                 callbacks=[CheckpointCallback(self), ResumeCallback(self), *callbacks],
                 **options,
             )
+        self.zero_stage = self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
         # Nats, of a log-prob, until calibration has measured it
         self.noise = TYPICAL_LOGIT * LOGP_ROUNDING[self.accelerator.mixed_precision]
         self.precompute_ref_logps = True  # tells TRL that each batch holds the reference's sums, see _compute_loss
@@ -240,11 +241,6 @@ class SFMDPOTrainer(DPOTrainer):
     def bare_model(self) -> Any:
         """The policy without PEFT's wrapper."""
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
-
-    @property
-    def zero_stage(self) -> int:
-        """0 without DeepSpeed."""
-        return self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
 
     def attention_kernel(self, model: Any = None) -> str:
         """Name of the packed attention kernel of the policy, or of `model`; it replaces `attn_implementation`."""
