@@ -3,7 +3,6 @@
 It works for a run in any state, even before its first step.
 """
 
-import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from transformers import HfArgumentParser
 
 from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
@@ -193,10 +193,6 @@ def format_yaml(values: dict[str, Any]) -> str:
 
 def changed_fields(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """(field, value, default) for each field that differs from its default."""
-    defaults = {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for cls in DATACLASSES
-        for field in dataclasses.fields(cls)
-    }
-    changed = [key for key, value in config.items() if value != defaults.get(key) and key not in _DERIVED]
-    return [(key, config[key], defaults.get(key)) for key in changed]
+    default = HfArgumentParser(DATACLASSES).get_default
+    changed = [key for key, value in config.items() if value != default(key) and key not in _DERIVED]
+    return [(key, config[key], default(key)) for key in changed]
