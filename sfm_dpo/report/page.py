@@ -17,6 +17,7 @@ from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config.fields import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.report.plots import draw_curves
+from sfm_dpo.run.checkpoint import newest_checkpoint
 from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.folder import REPORT, State
 from sfm_dpo.run.reader import LEARNED, describe_calibration, judge_learning, list_held_out, read_run, to_float
@@ -90,8 +91,8 @@ def format_summary(run: Path) -> str:
             rows.append((f"  {metric}", " -> ".join(values)))
     if State.of(status).has_model:
         rows.append(("model", str(run)))
-    elif facts["checkpoints"]:
-        rows.append(("checkpoint", str(run / facts["checkpoints"][-1])))
+    elif newest := newest_checkpoint(run):
+        rows.append(("checkpoint", str(newest)))
     if (run / REPORT).is_file():
         rows.append(("report", str(run / REPORT)))
     return format_table(rows)

@@ -14,7 +14,7 @@ from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
 from sfm_dpo.common.statistics import mean_interval, wilson
-from sfm_dpo.run.checkpoint import checkpoints, why_incomplete
+from sfm_dpo.run.checkpoint import checkpoints
 from sfm_dpo.run.facts import Calibration
 from sfm_dpo.run.folder import (
     DATA,
@@ -46,11 +46,10 @@ _FORMS = {"pairs/s": ".2f", "loss": ".4f", "margin": "+.3f", "eval_loss": ".4f",
 def read_run(run: Path) -> dict[str, Any]:
     """The content of a run's files, empty if absent or damaged: `config`, and by stem the others of RUN_FILES; `log`
     (log_history of the newest trainer_state.json, then later entries of LOG), `steps`, `seconds` of training since the
-    last start or None, `gpu_hours`, and the names of complete `checkpoints`. Raises UserError without files."""
+    last start or None, and `gpu_hours`. Raises UserError without files."""
     facts = {Path(name).stem: mask_values(read_file(run / name)) for name in RUN_FILES}  # reports are shared
     facts["config"] = facts.pop(Path(RESOLVED_CONFIG).stem)
-    by_step = checkpoints(run)
-    states = [read_file(folder / TRAINER_STATE) for folder in (run, *by_step)]
+    states = [read_file(folder / TRAINER_STATE) for folder in (run, *checkpoints(run))]
     state = max(states, key=lambda s: s.get("global_step", -1))  # a killed run has only its checkpoints' files
     if not any(facts.values()) and not state:
         raise UserError(f"{run}: not a run's folder: no {RESOLVED_CONFIG} or {STATUS} in it; give a run's output_dir")
@@ -65,7 +64,6 @@ def read_run(run: Path) -> dict[str, Any]:
         "steps": max(state.get("global_step", 0), facts["status"].get("step") or 0),
         "seconds": runtimes[-1] if runtimes else None,
         "gpu_hours": count_gpu_hours(facts["environment"], facts["status"]),
-        "checkpoints": [folder.name for folder in by_step if why_incomplete(folder) is None],
     }
 
 
