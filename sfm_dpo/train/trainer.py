@@ -21,7 +21,7 @@ from accelerate import DistributedType
 from accelerate.utils import is_peft_model, load_fsdp_model, release_memory
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel, TrainerCallback
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer, get_peft_config
 from trl.trainer import dpo_trainer
@@ -105,7 +105,6 @@ class SFMDPOTrainer(DPOTrainer):
         facts: RunFacts | None = None,
         *,
         progress: Progress | None = None,
-        callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ):
         args = config.train
@@ -127,7 +126,7 @@ class SFMDPOTrainer(DPOTrainer):
                 ref_model=load_reference(config, options["peft_config"] is not None),
                 model=load_configured_model(config),
                 args=arguments_for_trl(args, self.settings),
-                callbacks=[CheckpointCallback(self), ResumeCallback(self), *callbacks],
+                callbacks=[CheckpointCallback(self), ResumeCallback(self)],
                 **options,
             )
         self.zero_stage = self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
