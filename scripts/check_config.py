@@ -32,9 +32,7 @@ from sfm_dpo.run.start import read_start
 @command
 @reads_runs
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["--help"]:  # behind a recipe it is train_dpo.py's
-        Arguments(description=__doc__).print_help()
-        return 0
+    Arguments(description=__doc__).parse_known_args(argv[:1])  # behind a recipe --help is train_dpo.py's
     options = list(dropwhile(lambda word: not word.startswith("--"), argv))
     words = argv[: len(argv) - len(options)]
     file = launch_file(os.environ.get("LAUNCH") or "zero2")

@@ -1,13 +1,12 @@
 #!/usr/bin/env python
 """Shows the state of every run under outputs/, or under the given folders.
 
-    python scripts/status.py [RUN_OR_FOLDER ...] [--json]
+    python scripts/status.py [RUN_OR_FOLDER ...]
     python scripts/status.py --stop RUN                      saves and ends it, without the requeue of a batch job
 
 docs/slurm.md explains the columns.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from sfm_dpo.run.reader import LOADING, describe_runs, format_runs
 def main(argv: list[str]) -> None:
     parser = Arguments(description=__doc__)
     parser.add_argument("folders", nargs="*", default=["outputs"])
-    parser.add_argument("--json", action="store_true", help="print a JSON list, for programs")
     parser.add_argument("--stop", metavar="RUN", type=Path, help="stop a run for good; the same command resumes it")
     options = parser.parse_args(argv)
     if options.stop:
@@ -35,9 +33,6 @@ def main(argv: list[str]) -> None:
         if not Path(folder).is_dir():
             raise UserError(f"{folder}: no such folder; give the folder of your runs, or run this from the project's")
     runs = describe_runs(options.folders)
-    if options.json:
-        print(json.dumps(runs, indent=2))
-        return
     print(format_runs(runs) if runs else "no runs here")
 
 

@@ -123,7 +123,7 @@ def fit(trainer: Any, before: Before) -> RunFacts:
             trainer.use(apply_candidate(trainer.settings, candidate))
     facts = replace(trainer.facts, calibration=replace(found, seconds=time.monotonic() - begin))
     before.check(facts)
-    log.info(f"calibration: {'; '.join(map(' '.join, describe_calibration(asdict(facts.calibration))))}")
+    log.info(f"calibration: {'; '.join(map(' '.join, describe_calibration(facts.calibration)))}")
     trainer.noise = noise or trainer.noise
     trainer.facts = facts
     return facts

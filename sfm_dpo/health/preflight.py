@@ -91,14 +91,12 @@ def inspect_model(trainer, rows: list[dict]) -> dict[str, Figure]:
 
 
 def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
-    """The content of preflight.json, and `text` for the log; the same on all ranks. `policy`: the base model as a
-    FrozenModel (train/).
+    """The content of preflight.json, the same on all ranks. `policy`: the base model as a FrozenModel (train/).
 
     With a reference cache it judges all pairs and computes none.
     """
     args = config.train
     dataset = trainer.train_dataset
-    tokenizer = trainer.processing_class
     loss_type = main_loss(args.loss_type)
     sample = np.sort(np.random.default_rng(args.seed).permutation(len(dataset))[: args.preflight_samples])
     rows = list(dataset.select(sample))
@@ -112,11 +110,16 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
             finding["what"] = "; ".join(describe_ignored(dataset).values())
     reasons = [format_finding(finding) for finding in findings]
 
-    means = tabulate_means(figures, f"{len(judged):,} of {len(dataset):,}", show_boundary(rows[0], tokenizer))
-    lines = [f"preflight: {verdict}", format_table(means), *(f"  {reason}" for reason in reasons)]
+    interval = "{:+.2f} ({:+.2f} to {:+.2f}) nats"
+    table = [
+        ("pairs judged", f"{len(judged):,} of {len(dataset):,}; means with 95% intervals"),
+        ("chosen, per token", interval.format(*figures["chosen_logp"])),
+        ("gap, per token", interval.format(*figures["token_gap"])),
+        ("gap, sum", interval.format(*figures["sum_gap"])),
+        ("boundary", show_boundary(rows[0], trainer.processing_class)),
+    ]
     result = {"verdict": verdict, "reasons": reasons, "pairs": len(judged), "figures": figures}
-    result |= {"findings": findings, "text": "\n".join(lines), "table": means}
-    return broadcast(result)
+    return broadcast(result | {"findings": findings, "table": table})
 
 
 def show_boundary(row: dict, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -129,24 +132,10 @@ def show_boundary(row: dict, tokenizer: PreTrainedTokenizerBase) -> str:
 def preflight_phase(trainer, policy, config: Config) -> None:
     """Runs the preflight, logs it and writes preflight.json. Raises PreflightRefused."""
     result = run_preflight(trainer, policy, config)
-    log.info(result.pop("text"))
+    reasons = [f"  {reason}" for reason in result["reasons"]]
+    log.info("\n".join([f"preflight: {result['verdict']}", format_table(result["table"]), *reasons]))
     if is_main_process():
         write_json(Path(config.train.output_dir) / PREFLIGHT, result)
     if result["verdict"] == "no-go" and config.train.preflight == "abort":
         worst = next(reason for reason in result["reasons"] if reason.startswith("no-go"))
         raise PreflightRefused(f"preflight: {worst}; nothing was trained; to train regardless: preflight: warn")
-
-
-def tabulate_means(figures: dict[str, Figure], pairs: str, boundary: str) -> list[tuple[str, str]]:
-    """The figures about all pairs as rows of text. `pairs`: how many are judged."""
-
-    def interval(name: str) -> str:
-        return "{:+.2f} ({:+.2f} to {:+.2f}) nats".format(*figures[name])
-
-    return [
-        ("pairs judged", f"{pairs}; means with 95% intervals"),
-        ("chosen, per token", interval("chosen_logp")),
-        ("gap, per token", interval("token_gap")),
-        ("gap, sum", interval("sum_gap")),
-        ("boundary", boundary),
-    ]

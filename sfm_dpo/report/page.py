@@ -3,7 +3,6 @@
 It works for a run in any state, even before its first step.
 """
 
-import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -11,12 +10,15 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from transformers import HfArgumentParser
 
 from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config.fields import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
-from sfm_dpo.report.plots import PANELS, draw_curves
+from sfm_dpo.report.plots import draw_curves
+from sfm_dpo.run.checkpoint import newest_checkpoint
+from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.folder import REPORT, State
 from sfm_dpo.run.reader import LEARNED, describe_calibration, judge_learning, list_held_out, read_run, to_float
 
@@ -65,9 +67,8 @@ def write_report(run: Path) -> Path:
         state=state,
         state_class="open" if is_doubtful else STATES[state][0],
         sentences=list_sentences(facts),
-        calibration=describe_calibration(facts["data"].get("calibration") or {}),
+        calibration=describe_calibration(RunFacts.of(facts["data"]).calibration),
         curves=draw_curves(facts, run / FIGURES),
-        machine_titles=[title for name, (title, *_) in PANELS.items() if name.startswith("perf_")],
         changed=changed_fields(facts["config"]),
         format_yaml=format_yaml,
         command=shlex.join(facts["environment"].get("command", [])),
@@ -90,8 +91,8 @@ def format_summary(run: Path) -> str:
             rows.append((f"  {metric}", " -> ".join(values)))
     if State.of(status).has_model:
         rows.append(("model", str(run)))
-    elif facts["checkpoints"]:
-        rows.append(("checkpoint", str(run / facts["checkpoints"][-1])))
+    elif newest := newest_checkpoint(run):
+        rows.append(("checkpoint", str(newest)))
     if (run / REPORT).is_file():
         rows.append(("report", str(run / REPORT)))
     return format_table(rows)
@@ -193,10 +194,6 @@ def format_yaml(values: dict[str, Any]) -> str:
 
 def changed_fields(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """(field, value, default) for each field that differs from its default."""
-    defaults = {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for cls in DATACLASSES
-        for field in dataclasses.fields(cls)
-    }
-    changed = [key for key, value in config.items() if value != defaults.get(key) and key not in _DERIVED]
-    return [(key, config[key], defaults.get(key)) for key in changed]
+    default = HfArgumentParser(DATACLASSES).get_default
+    changed = [key for key, value in config.items() if value != default(key) and key not in _DERIVED]
+    return [(key, config[key], default(key)) for key in changed]

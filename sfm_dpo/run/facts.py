@@ -2,9 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
-
-T = TypeVar("T")
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -68,12 +66,11 @@ class RunFacts:
         return dataclasses.replace(facts, settings=settings, calibration=calibration or Calibration())
 
 
-def read_record(kind: type[T], recorded: Any) -> T | None:
+def read_record(kind: Any, recorded: Any) -> Any:
     """A dataclass as another version may have recorded it: unknown keys are ignored, and missing or null ones take
     their defaults. None if a value without a default is missing."""
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     known = recorded if isinstance(recorded, dict) else {}
-    values = {f.name: known[f.name] for f in fields if known.get(f.name) is not None}
+    values = {f.name: known[f.name] for f in dataclasses.fields(kind) if known.get(f.name) is not None}
     try:
         return kind(**values)
     except TypeError:

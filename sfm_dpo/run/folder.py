@@ -123,11 +123,6 @@ def read_status(run: str | Path) -> dict[str, Any]:
     return read_file(Path(run) / STATUS)
 
 
-def read_resolved_config(run: str | Path) -> dict[str, Any]:
-    """resolved_config.yaml of a run. Raises UserError if it cannot be read."""
-    return read_sound_file(Path(run) / RESOLVED_CONFIG, "restore it, or choose another folder")
-
-
 def write_status(
     run: str | Path, state: State, code: int | None = None, message: str = "", any_rank: bool = False, **extra: Any
 ) -> None:

@@ -5,7 +5,6 @@ import json
 import math
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
 from sfm_dpo.common.statistics import mean_interval, wilson
-from sfm_dpo.run.checkpoint import checkpoints, why_incomplete
-from sfm_dpo.run.facts import Calibration, read_record
+from sfm_dpo.run.checkpoint import checkpoints
+from sfm_dpo.run.facts import Calibration
 from sfm_dpo.run.folder import (
     DATA,
     ENVIRONMENT,
@@ -41,26 +40,16 @@ STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
 LOCKED = "locked"  # shown of a folder that a job has taken and written nothing to
 LOADING = "loading"  # shown of a run that resumes: its status.json is still that of the start before
 COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc verdict health last GPU-h".split()
-_KEYS = {
-    "eta": "eta_seconds",
-    "pairs/s": "pairs_per_second",
-    "eval_acc": "eval_rewards/accuracies",
-    "last": "seconds_since_update",
-    "GPU-h": "gpu_hours",
-}  # keys of describe_run
-_FORMS = {"pairs_per_second": ".2f", "loss": ".4f", "margin": "+.3f", "gpu_hours": ".1f"}
-_FORMS |= {"eval_loss": ".4f", "eval_rewards/accuracies": ".3f"}
+_FORMS = {"pairs/s": ".2f", "loss": ".4f", "margin": "+.3f", "eval_loss": ".4f", "eval_acc": ".3f", "GPU-h": ".1f"}
 
 
 def read_run(run: Path) -> dict[str, Any]:
     """The content of a run's files, empty if absent or damaged: `config`, and by stem the others of RUN_FILES; `log`
     (log_history of the newest trainer_state.json, then later entries of LOG), `steps`, `seconds` of training since the
-    last start or None, `gpu_hours`, and the names of complete `checkpoints` and of `incomplete` ones. Raises UserError
-    without files."""
+    last start or None, and `gpu_hours`. Raises UserError without files."""
     facts = {Path(name).stem: mask_values(read_file(run / name)) for name in RUN_FILES}  # reports are shared
     facts["config"] = facts.pop(Path(RESOLVED_CONFIG).stem)
-    by_step = checkpoints(run)
-    states = [read_file(folder / TRAINER_STATE) for folder in (run, *by_step)]
+    states = [read_file(folder / TRAINER_STATE) for folder in (run, *checkpoints(run))]
     state = max(states, key=lambda s: s.get("global_step", -1))  # a killed run has only its checkpoints' files
     if not any(facts.values()) and not state:
         raise UserError(f"{run}: not a run's folder: no {RESOLVED_CONFIG} or {STATUS} in it; give a run's output_dir")
@@ -75,8 +64,6 @@ def read_run(run: Path) -> dict[str, Any]:
         "steps": max(state.get("global_step", 0), facts["status"].get("step") or 0),
         "seconds": runtimes[-1] if runtimes else None,
         "gpu_hours": count_gpu_hours(facts["environment"], facts["status"]),
-        "checkpoints": [folder.name for folder in by_step if why_incomplete(folder) is None],
-        "incomplete": [folder.name for folder in by_step if why_incomplete(folder)],
     }
 
 
@@ -133,27 +120,24 @@ def _give_verdict(what: str, value: float, low: float, high: float) -> tuple[str
     return verdict, f"{verdict.capitalize()}: {what} {figures}{advice}."
 
 
-def describe_calibration(recorded: Any) -> list[tuple[str, str]]:
-    """What a start has measured, as in data.json, by name, as text."""
-    found = asdict(read_record(Calibration, recorded) or Calibration())
-    if not found["noise"]:
+def describe_calibration(found: Calibration) -> list[tuple[str, str]]:
+    """What a start has measured, by name, as text."""
+    if not found.noise:
         return []
-    rows = [("noise of a log-prob", f"{found['noise']:.2g} nats")]
-    rows += [(f"{path} differs by", f"{ratio:.2g} times that") for path, ratio in found["ratios"].items()]
-    if found["measured_bytes"]:
-        sizes = [f"{found[name] / 2**30:.2f}" for name in ("measured_bytes", "planned_bytes")]
-        rows.append(("memory measured and planned", f"{' and '.join(sizes)} GiB"))
-    rows += [
-        (f"micro-batch by {kernel}, all layers checkpointed", f"{ms:.0f} ms")
-        for kernel, ms in found["kernels"].items()
-    ]
-    if found["hours"] is not None:
-        rows.append(("an average micro-batch takes", f"{found['milliseconds']:.0f} ms"))
-        rate = f"{found['tokens_per_second']:,.0f} tokens/s a device in a micro-batch, without communication"
-        rate += f", {found['mfu']:.1%} MFU" if found["mfu"] else ""
-        rows.append(("training", f"about {found['hours']:.2g} h: {rate}"))
-        rows.append(("reference pass", f"{found['reference_hours']:.2g} h"))
-    return [*rows, ("calibration took", f"{found['seconds']:.0f} s")]
+    rows = [("noise of a log-prob", f"{found.noise:.2g} nats")]
+    rows += [(f"{path} differs by", f"{ratio:.2g} times that") for path, ratio in found.ratios.items()]
+    if found.measured_bytes and found.planned_bytes:
+        sizes = f"{found.measured_bytes / 2**30:.2f} and {found.planned_bytes / 2**30:.2f} GiB"
+        rows.append(("memory measured and planned", sizes))
+    for kernel, milliseconds in found.kernels.items():
+        rows.append((f"micro-batch by {kernel}, all layers checkpointed", f"{milliseconds:.0f} ms"))
+    if found.hours is not None:
+        rows.append(("an average micro-batch takes", f"{found.milliseconds:.0f} ms"))
+        rate = f"{found.tokens_per_second:,.0f} tokens/s a device in a micro-batch, without communication"
+        rate += f", {found.mfu:.1%} MFU" if found.mfu else ""
+        rows.append(("training", f"about {found.hours:.2g} h: {rate}"))
+        rows.append(("reference pass", f"{found.reference_hours:.2g} h"))
+    return [*rows, ("calibration took", f"{found.seconds:.0f} s")]
 
 
 def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> float | None:
@@ -163,12 +147,10 @@ def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> floa
         return None
     hours = 0.0
     ends = [start.get("end") for start in starts[:-1]] + [status["trained"]]
-    with contextlib.suppress(ValueError, TypeError):  # no times
-        for start, end in zip(starts, ends, strict=True):
-            life = datetime.fromisoformat(end or start["time"]) - datetime.fromisoformat(start["time"])
-            hours += life.total_seconds() / 3600 * start["world_size"]
-        return hours
-    return None
+    for start, end in zip(starts, ends, strict=True):
+        life = datetime.fromisoformat(end or start["time"]) - datetime.fromisoformat(start["time"])
+        hours += life.total_seconds() / 3600 * start["world_size"]
+    return hours
 
 
 def to_float(value: Any) -> float:
@@ -238,7 +220,8 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
 
 
 def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, Any]:
-    """The state of a run at `now` (Unix time), given `queue` from `squeue_states`; unknown values are None."""
+    """The state of a run at `now` (Unix time), given `queue` from `squeue_states`: COLUMNS (`eta` and `last` are in
+    seconds), and what `format_runs` adds; unknown values are None."""
     status = read_file(run / STATUS)
     job = status.get("task") or status.get("job")
     slurm = None
@@ -272,14 +255,16 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "open": still,
         "job": job,
         "slurm": slurm,
-        "eta_seconds": status.get("eta_seconds") if shown == State.RUNNING else None,
-        **{name: status.get(name) for name in ("step", "max_steps", "pairs_per_second", "loss", "margin")},
-        **{name: held_out.get(name) for name in ("eval_loss", "eval_rewards/accuracies")},
+        "eta": status.get("eta_seconds") if shown == State.RUNNING else None,
+        **{name: status.get(name) for name in ("step", "max_steps", "loss", "margin")},
+        "pairs/s": status.get("pairs_per_second"),
+        "eval_loss": held_out.get("eval_loss"),
+        "eval_acc": held_out.get("eval_rewards/accuracies"),
         "verdict": verdicts[0][0] if verdicts else None,
         "health": read_file(run / HEALTH).get("verdict"),
-        "seconds_since_update": round(age),
+        "last": round(age),
         "evaluation": format_scores(*list(evaluations.items())[-1]) if evaluations else None,
-        "gpu_hours": count_gpu_hours(environment, status),
+        "GPU-h": count_gpu_hours(environment, status),
         "log": status.get("log"),
     }
 
@@ -298,7 +283,7 @@ def describe_runs(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 def format_runs(runs: list[dict[str, Any]]) -> str:
     """The runs as text, a line each, then the messages of those that are not done, and each run's last evaluation."""
-    cells = [[_format_cell(run, _KEYS.get(name, name)) for name in COLUMNS] for run in runs]
+    cells = [[_format_cell(run, name) for name in COLUMNS] for run in runs]
     lines = [format_table(cells, COLUMNS, indent=0)]
     notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != State.DONE]
     notes += [f"{run['run']}: to be done by the same command: {', '.join(run['open'])}" for run in runs if run["open"]]
@@ -309,12 +294,12 @@ def format_runs(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _format_cell(run: dict[str, Any], key: str) -> str:
-    value = run[key]
+def _format_cell(run: dict[str, Any], name: str) -> str:
+    value = run[name]
     if value is None:
         return "-"
-    if key == "step" and run["max_steps"]:
+    if name == "step" and run["max_steps"]:
         return f"{value}/{run['max_steps']}"
-    if "seconds" in key.split("_"):
+    if name in ("eta", "last"):
         return format_clock(value)
-    return format(value, _FORMS.get(key, ""))
+    return format(value, _FORMS.get(name, ""))

@@ -12,7 +12,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import write_json
 from sfm_dpo.run.checkpoint import COMPLETE, newest_checkpoint, step_of, why_damaged, why_incomplete
-from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, STATUS, State, read_file, read_resolved_config, read_status
+from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, STATUS, State, read_file, read_sound_file, read_status
 
 # Libraries write other files into the folder, which are not part of the model
 MODEL_FILES = """model*.safetensors adapter_model.safetensors model.safetensors.index.json config.json
@@ -90,7 +90,7 @@ def find_model(path: Path) -> SavedModel:
     run = find_run(path)
     if run is None:
         raise UserError(f"{path}: not a run's folder or checkpoint (no {RESOLVED_CONFIG}); give one of these")
-    config = read_resolved_config(run)
+    config = read_sound_file(run / RESOLVED_CONFIG, "restore it, or choose another folder")
     if run == path:
         state = State.of(read_status(run))
         if not state.has_model:
@@ -125,15 +125,11 @@ def check_health(model: SavedModel, remedy: str) -> None:
 
 
 def check_loads(folder: Path) -> None:
-    """Loads the model in `folder` as its users will. Raises UserError if weights or the chat template are missing,
-    or a weight is not finite."""
+    """Loads the model in `folder` as its users will. Raises UserError if weights or the chat template are missing."""
     with user_input(f"{folder}: cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        _, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     if not tokenizer.chat_template:
         raise UserError(f"{folder}: the tokenizer has no chat template; put chat_template.jinja beside it")
     if wrong := {kind: keys for kind, keys in info.items() if keys}:
         raise UserError(f"{folder}: AutoModelForCausalLM does not load all weights: {wrong}")
-    for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
-            raise UserError(f"{folder}: {name} holds NaN or infinite values; use an earlier checkpoint")

@@ -181,8 +181,14 @@ def judge_folder(
             f"output_dir {run}: holds files that do not belong to a run ({', '.join(sorted(names)[:3])}); "
             "choose another output_dir"
         )
-    if not is_new:
-        _check_config(config, before)
+    if not is_new and not before:
+        raise UserError(f"{run}/{RESOLVED_CONFIG}: missing or damaged; restore it, or choose another output_dir")
+    differences = {} if is_new else list_differences(config, before)
+    for key, (was, value) in differences.items():
+        raise UserError(
+            f"output_dir {run}: holds another run ({key} is {was} there, {value} here); choose another output_dir, or "
+            "remove the folder"
+        )
     if state is State.COLLAPSED and args.guard == "stop":
         healthy = status.get("checkpoint")
         start = f"from {healthy} (--resume_from_checkpoint {healthy}) " if healthy else ""
@@ -193,18 +199,6 @@ def judge_folder(
     if not state.has_model:
         return Start(True)
     return Start(False, list_open(args, status, names))
-
-
-def _check_config(config: "Config", before: dict[str, Any]) -> None:
-    """Raises UserError if the folder's run has another configuration."""
-    run = config.train.output_dir
-    if not before:
-        raise UserError(f"{run}/{RESOLVED_CONFIG}: missing or damaged; restore it, or choose another output_dir")
-    for key, (was, value) in list_differences(config, before).items():
-        raise UserError(
-            f"output_dir {run}: holds another run ({key} is {was} there, {value} here); choose another output_dir, or "
-            "remove the folder"
-        )
 
 
 def list_open(args: "TrainConfig", status: dict[str, Any], names: Collection[str]) -> list[str]:

@@ -33,7 +33,6 @@ SHOWN = {  # name in the log: (name on the progress line, format)
     "learning_rate": ("lr", "{:.1e}"),
 }
 KEPT = {"loss": "loss", "margin": "rewards/margins", "pairs_per_second": "perf/pairs_per_second"}  # in status.json
-STATUS_SECONDS = 5
 
 
 class Progress(TrainerCallback):
@@ -126,13 +125,11 @@ def describe_progress(state: TrainerState) -> dict[str, Any]:
 
 
 class ProgressLine(TrainerCallback):
-    """Writes a log line and log.jsonl at each logging step, and status.json at most every STATUS_SECONDS; a progress
-    bar would fill the log."""
+    """Writes a log line, log.jsonl and status.json at each logging step; a progress bar would fill the log."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self.start = time.monotonic()
         self.first_step = state.global_step
-        self.written = self.start  # status.json
         if state.is_world_process_zero:  # removes what an earlier start logged after this checkpoint
             entries = [json.dumps(entry) + "\n" for entry in state.log_history]
             write_atomically(Path(args.output_dir) / LOG, "".join(entries))
@@ -158,9 +155,6 @@ class ProgressLine(TrainerCallback):
             seconds = int((time.monotonic() - self.start) / done * (state.max_steps - state.global_step))
             parts.append(f"ETA {format_clock(seconds)}")
         log.info("  ".join(parts))
-        if time.monotonic() - self.written < STATUS_SECONDS and not control.should_training_stop:
-            return
-        self.written = time.monotonic()
         write_status(args.output_dir, State.RUNNING, eta_seconds=seconds, **describe_progress(state))
 
 

@@ -21,7 +21,7 @@ from accelerate import DistributedType
 from accelerate.utils import is_peft_model, load_fsdp_model, release_memory
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel, TrainerCallback
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer, get_peft_config
 from trl.trainer import dpo_trainer
@@ -105,7 +105,6 @@ class SFMDPOTrainer(DPOTrainer):
         facts: RunFacts | None = None,
         *,
         progress: Progress | None = None,
-        callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ):
         args = config.train
@@ -127,9 +126,10 @@ class SFMDPOTrainer(DPOTrainer):
                 ref_model=load_reference(config, options["peft_config"] is not None),
                 model=load_configured_model(config),
                 args=arguments_for_trl(args, self.settings),
-                callbacks=[CheckpointCallback(self), ResumeCallback(self), *callbacks],
+                callbacks=[CheckpointCallback(self), ResumeCallback(self)],
                 **options,
             )
+        self.zero_stage = self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
         # Nats, of a log-prob, until calibration has measured it
         self.noise = TYPICAL_LOGIT * LOGP_ROUNDING[self.accelerator.mixed_precision]
         self.precompute_ref_logps = True  # tells TRL that each batch holds the reference's sums, see _compute_loss
@@ -240,11 +240,6 @@ class SFMDPOTrainer(DPOTrainer):
     def bare_model(self) -> Any:
         """The policy without PEFT's wrapper."""
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
-
-    @property
-    def zero_stage(self) -> int:
-        """0 without DeepSpeed."""
-        return self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
 
     def attention_kernel(self, model: Any = None) -> str:
         """Name of the packed attention kernel of the policy, or of `model`; it replaces `attn_implementation`."""

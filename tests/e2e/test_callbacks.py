@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 import train_dpo
 from sfm_dpo.run.checkpoint import KEEP, MAX_AWAITED, STOP, checkpoints
 from sfm_dpo.run.folder import HEALTH, LOG, SAMPLES, STATUS, TRAINER_STATE, read_file
-from sfm_dpo.train import callbacks, reference_cache
+from sfm_dpo.train import reference_cache
 from tests.toolbox import as_options, in_grid, without_times
 
 COLLAPSES = {"learning_rate": 0.05, "save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "eval_fraction": 0.1}
@@ -84,7 +84,6 @@ def train(argv: list[str], run: Path, how: str = "") -> tuple[int, dict]:
 @pytest.mark.usefixtures("environment", "no_report")
 def test_a_run_that_ends_after_every_step_is_the_undisturbed_run(place, monkeypatch, tmp_path, how, fields):
     monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(place.hf_home))
-    monkeypatch.setattr(callbacks, "STATUS_SECONDS", 0)  # it is observed at each step
     run = tmp_path / "run"
     argv = as_options(place.values("run", output_dir=run, save_total_limit=2) | fields)
     expected = train(argv, run)[1]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
 from sfm_dpo.evaluation.lm_eval import compare_results
-from sfm_dpo.run.folder import read_resolved_config
+from sfm_dpo.run.folder import RESOLVED_CONFIG, read_file
 from tests.oracle import response_logps
 from tests.toolbox import write_jsonl, write_task
 
@@ -81,7 +81,7 @@ def test_evaluation_of_a_run(run, tasks):
     assert evaluate.main([str(run), "--tasks", *tasks]) == 0
     evaluation = json.loads((run / "evaluation.json").read_text())
     choice, answer = evaluation["benchmarks"]
-    base = score(read_resolved_config(run)["model_name_or_path"])
+    base = score(read_file(run / RESOLVED_CONFIG)["model_name_or_path"])
     trained = score(run)
     assert (choice["base"]["value"], choice["trained"]["value"]) == (np.mean(base), np.mean(trained))
     assert choice["base"]["stderr"] == pytest.approx(np.std(base, ddof=1) / 3)
@@ -118,7 +118,7 @@ def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run
     adapter = tmp_path / "adapter"
     merged = tmp_path / "merged"
     assert train_dpo.main([*recipe, "--use_peft", "true", "--output_dir", str(adapter)]) == 0
-    base = AutoModelForCausalLM.from_pretrained(read_resolved_config(adapter)["model_name_or_path"])
+    base = AutoModelForCausalLM.from_pretrained(read_file(adapter / RESOLVED_CONFIG)["model_name_or_path"])
     shutil.copytree(adapter, merged, ignore=shutil.ignore_patterns("adapter_*", "checkpoint-*", "complete.json"))
     PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(merged)
     benchmarks = []

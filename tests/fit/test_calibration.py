@@ -24,7 +24,7 @@ from sfm_dpo.memory.activations import trace_activations
 from sfm_dpo.model import packing
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.facts import Settings
-from sfm_dpo.run.folder import LOG, describe, read_file, read_resolved_config
+from sfm_dpo.run.folder import LOG, RESOLVED_CONFIG, describe, read_file
 from sfm_dpo.run.start import Before, choose_start
 from sfm_dpo.train.callbacks import NEW_RUN, REMEDIES, Progress, explain_out_of_memory
 from sfm_dpo.train.trainer import arguments_for_trl
@@ -93,7 +93,7 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked
 
     chosen, _ = resume(64, stop=True)
     assert (chosen["per_device"], chosen["checkpointed_layers"]) == (8, 0)
-    asked = read_resolved_config(run)
+    asked = read_file(run / RESOLVED_CONFIG)
     assert asked["flash_attention"] == "auto"
     assert asked["per_device_train_batch_size"] is None and asked["gradient_checkpointing"] is None
     less = (chosen["bytes"] - 1) / 2**30
