@@ -1,9 +1,9 @@
 """Watchdog: ends a run with exit code 70 if no rank moves for `hang_timeout` seconds, and names the stuck rank. The
 limit while a run loads, where one rank may tokenise for hours, is `ddp_timeout`, after which the others fail anyway.
 
-A thread of each rank writes its progress to output_dir/heartbeats/rank-N.json and reads that of the others (files,
-because the ranks may hang in a collective). Time is counted in turns of the thread, so a job that Slurm suspends is no
-hang.
+A thread of each rank writes its progress to output_dir/heartbeats/rank-N.json (files, because the ranks may hang in a
+collective). The other ranks read only that of rank 0, which passes on all others. Time is counted in turns of the
+thread, so a job that Slurm suspends is no hang.
 """
 
 import contextlib
@@ -74,15 +74,20 @@ class Watchdog:
                 self._end(limit, *find_culprit(self._beats, self.timeout / 2))
 
     def _exchange_heartbeats(self) -> None:
-        """Where the file system does not answer (ESTALE, EIO), what is known counts."""
+        """Rank 0 reads all, and passes them on with its own, which the others read. Where the file system does not
+        answer (ESTALE, EIO), what is known counts."""
         mine = self._describe_progress()
+        for other in range(1, world_size()) if is_main_process() else [0]:
+            with contextlib.suppress(OSError):
+                self._beats[other] = read_file(self.heartbeats / f"rank-{other}.json")
+        passed_on = self._beats[0].pop("others", [])
+        for other, beat in zip(range(1, world_size()), passed_on, strict=False):
+            self._beats[other] = beat
+        self._beats[rank()] = mine
+        more = {"others": self._beats[1:]} if is_main_process() else {}
         with contextlib.suppress(OSError):
             self.heartbeats.mkdir(exist_ok=True)
-            write_json(self.heartbeats / f"rank-{rank()}.json", mine, durable=False)
-        for number in range(world_size()):
-            with contextlib.suppress(OSError):
-                self._beats[number] = read_file(self.heartbeats / f"rank-{number}.json")
-        self._beats[rank()] = mine  # also where its file was not written
+            write_json(self.heartbeats / f"rank-{rank()}.json", mine | more, durable=False)
 
     def _describe_progress(self) -> dict[str, Any]:
         written = 0
@@ -131,12 +136,15 @@ class Watchdog:
 
 def find_culprit(beats: list[dict[str, Any]], patience: float) -> tuple[dict[str, Any], str]:
     """Heartbeat of the rank that is stuck, or {} if none can be named, and a description. A stopped process's
-    heartbeat is more than `patience` seconds older than the newest; a rank that has not begun has {}."""
+    heartbeat is more than `patience` seconds older than the newest, and so are those that a stopped rank 0 has passed
+    on; a rank that has not begun has {}."""
     if {} in beats:
         absent = beats.index({})
         return {"rank": absent}, f"rank {absent} has not begun"
     newest = max(beat["time"] for beat in beats)
     culprit = min(beats, key=itemgetter("time"))
+    if newest - beats[0]["time"] >= patience:
+        culprit = beats[0]
     why = "its process is stopped, or does not release the interpreter"
     if newest - culprit["time"] < patience:
         culprit = min(beats, key=itemgetter("count"))

@@ -82,3 +82,6 @@ def test_the_rank_named_is_the_stopped_one_else_the_one_behind(changed, rank, wh
     culprit, cause = find_culprit(beats, patience=5)
     assert culprit.get("rank") == rank and cause.startswith(why)
     assert find_culprit([beats[0], {}], patience=5) == ({"rank": 1}, "rank 1 has not begun")
+    for beat in beats[:2]:
+        beat |= {"time": 90.0 - beat["rank"], "where": "all_reduce (x.py:1)"}
+    assert find_culprit(beats, patience=5)[0]["rank"] == 0, "which has passed on the heartbeat of rank 1"
