@@ -147,10 +147,12 @@ def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> floa
         return None
     hours = 0.0
     ends = [start.get("end") for start in starts[:-1]] + [status["trained"]]
-    for start, end in zip(starts, ends, strict=True):
-        life = datetime.fromisoformat(end or start["time"]) - datetime.fromisoformat(start["time"])
-        hours += life.total_seconds() / 3600 * start["world_size"]
-    return hours
+    with contextlib.suppress(ValueError, TypeError):  # no times
+        for start, end in zip(starts, ends, strict=True):
+            life = datetime.fromisoformat(end or start["time"]) - datetime.fromisoformat(start["time"])
+            hours += life.total_seconds() / 3600 * start["world_size"]
+        return hours
+    return None
 
 
 def to_float(value: Any) -> float:

@@ -125,11 +125,15 @@ def check_health(model: SavedModel, remedy: str) -> None:
 
 
 def check_loads(folder: Path) -> None:
-    """Loads the model in `folder` as its users will. Raises UserError if weights or the chat template are missing."""
+    """Loads the model in `folder` as its users will. Raises UserError if weights or the chat template are missing,
+    or a weight is not finite."""
     with user_input(f"{folder}: cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        _, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     if not tokenizer.chat_template:
         raise UserError(f"{folder}: the tokenizer has no chat template; put chat_template.jinja beside it")
     if wrong := {kind: keys for kind, keys in info.items() if keys}:
         raise UserError(f"{folder}: AutoModelForCausalLM does not load all weights: {wrong}")
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise UserError(f"{folder}: {name} holds NaN or infinite values; use an earlier checkpoint")

@@ -154,11 +154,14 @@ def test_a_checkpoint_that_is_pushed_is_not_rotated_away(hub, run, capsys):
 
 def test_what_its_users_could_not_use_is_not_pushed(hub, run, capsys):
     (run / COMPLETE).unlink()  # as of an earlier version
+    state = load_file(run / WEIGHTS)
+    state["embed_out.weight"].view(-1)[0] = torch.nan
     lacking = load_file(run / WEIGHTS)
     lacking.pop("gpt_neox.final_layer_norm.weight")
-    save_file(lacking, run / WEIGHTS, {"format": "pt"})
-    assert push(run) == 2
-    assert "does not load all weights" in capsys.readouterr().err
+    for weights, message in ((state, "holds NaN or infinite values"), (lacking, "does not load all weights")):
+        save_file(weights, run / WEIGHTS, {"format": "pt"})
+        assert push(run) == 2
+        assert message in capsys.readouterr().err
     (run / "chat_template.jinja").unlink()
     assert push(run) == 2
     assert "no chat template" in capsys.readouterr().err
