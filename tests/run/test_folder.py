@@ -127,7 +127,7 @@ def test_no_secret_is_written_down(tmp_path, monkeypatch):
     assert not [secret for secret in secrets if secret in written]
     command = json.loads((tmp_path / ENVIRONMENT).read_text())["command"]
     assert command[1:] == ["train_dpo.py", "--run_name=***", "--seed", "1"]
-    assert folder.read_resolved_config(tmp_path)["seed"] == 42
+    assert folder.read_file(tmp_path / folder.RESOLVED_CONFIG)["seed"] == 42
 
 
 def test_the_check_of_the_batch_scripts_looks_and_leaves_the_folder_to_nobody(tmp_path, monkeypatch, capsys):
