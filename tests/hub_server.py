@@ -31,12 +31,12 @@ class Repo:
 
 class HubServer(ThreadingHTTPServer):
     daemon_threads = True
+    renamed: dict[str, str] = {}  # repositories, from which the Hub redirects
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}  # large files by sha256
-        self.renamed: dict[str, str] = {}  # repositories, from which the Hub redirects
         self.faults: list[tuple[str, int | str]] = []  # the pattern of a request, and what it meets
         self.log: list[str] = []  # `METHOD path` of every request, in order
         self.received = 0  # bytes of large files
@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
     def rename(self, name: str):
         old = next(repo for repo in self.server.repos if repo in self.route)
         self.server.repos[name] = self.server.repos.pop(old)
-        self.server.renamed[old] = name
+        self.server.renamed = {old: name}
 
     def _answer(self):
         for old, name in self.server.renamed.items():

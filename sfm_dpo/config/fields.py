@@ -351,6 +351,8 @@ def check_optimizer(args: TrainConfig) -> None:
 def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> argparse.Namespace:
     """The values of all fields, from the command line, else the recipe, else the defaults. Adds to `problems` what is
     unknown or of a wrong type, and takes it for not given."""
+    # A shell's quotes around `--field value` make one word of the two
+    argv = [part for word in argv for part in (word.split(" ", 1) if re.match(r"--\w+ ", word) else [word])]
     starts = [number for number, word in enumerate(argv) if word.startswith("--")]
     given = [argv[start:end] for start, end in pairwise([0, *starts, len(argv)]) if start < end]
     options = [("command line", words) for words in given]

@@ -51,6 +51,7 @@ def refused(parse, recipe=None, *cli: str, **kwargs) -> str:
 def test_command_line_beats_recipe_beats_defaults(parse):
     assert parse().train.seed == 42
     assert parse({"seed": 7}).train.seed == 7
+    assert parse(None, "--seed 8").train.seed == 8, "quotes of a shell"
     assert parse({"seed": 7}, "--seed", "9").train.seed == 9
     assert parse({"seed": 7}, "--seed=9").train.seed == 9
     assert parse({"seed": 7}, "--config=recipes/demo.yaml").train.seed == 42  # the last one counts, as in a batch job
