@@ -31,7 +31,7 @@ class Repo:
 
 class HubServer(ThreadingHTTPServer):
     daemon_threads = True
-    renamed: dict[str, str] = {}  # repositories, from which the Hub redirects
+    renamed = ("", "")  # the old name of a repository, from which the Hub redirects, and its new one
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -104,12 +104,12 @@ class _Handler(BaseHTTPRequestHandler):
     def rename(self, name: str):
         old = next(repo for repo in self.server.repos if repo in self.route)
         self.server.repos[name] = self.server.repos.pop(old)
-        self.server.renamed = {old: name}
+        self.server.renamed = (old, name)
 
     def _answer(self):
-        for old, name in self.server.renamed.items():
-            if f"/{old}" in self.route:
-                return self._send(307, {}, {"Location": self.path.replace(old, name)})
+        old, name = self.server.renamed
+        if old and f"/{old}" in self.route:
+            return self._send(307, {}, {"Location": self.path.replace(old, name)})
         for methods, pattern, answer in _ROUTES:
             found = re.fullmatch(pattern, self.route)
             if found and self.command in methods.split():
