@@ -351,10 +351,11 @@ def check_optimizer(args: TrainConfig) -> None:
 def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> argparse.Namespace:
     """The values of all fields, from the command line, else the recipe, else the defaults. Adds to `problems` what is
     unknown or of a wrong type, and takes it for not given."""
-    # A shell's quotes around `--field value` make one word of the two
-    argv = [part for word in argv for part in (word.split(" ", 1) if re.match(r"--\w+ ", word) else [word])]
-    starts = [number for number, word in enumerate(argv) if word.startswith("--")]
-    given = [argv[start:end] for start, end in pairwise([0, *starts, len(argv)]) if start < end]
+    split: list[str] = []
+    for word in argv:  # a shell's quotes around `--field value` make one word of the two
+        split += word.split(" ", 1) if re.match(r"--\w+ ", word) else [word]
+    starts = [number for number, word in enumerate(split) if word.startswith("--")]
+    given = [split[start:end] for start, end in pairwise([0, *starts, len(split)]) if start < end]
     options = [("command line", words) for words in given]
     chosen = [words for words in given if words[0].partition("=")[0] == "--config"]
     if chosen:

@@ -126,14 +126,16 @@ def test_what_is_written_is_what_was_trained_on(tmp_path, tiny_folder, monkeypat
 
 @pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
-def test_full_determinism_trains(tmp_path, tiny_folder):
-    """Padding-free, cached reference, balanced batches, a worker. Equal runs: tests/e2e/test_resume.py."""
+def test_full_determinism_gives_bitwise_equal_runs(tmp_path, tiny_folder):
+    """Padding-free, cached reference, balanced batches, a worker: metrics and weights bit by bit."""
     fields = "--full_determinism true --padding_free true --precompute_ref_log_probs true"
     fields += " --dataloader_num_workers 1 --train_sampling_strategy batch_rebalance"
     try:
-        run = train(tmp_path, tiny_folder, *fields.split())
+        runs = [train(tmp_path, tiny_folder, *fields.split()) for _ in range(2)]
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.deterministic = False
-    assert len(logged(run)) == 3
+    logs = [logged(run) for run in runs]
+    assert len(logs[0]) == 3 and logs[0] == logs[1]
+    assert (runs[0] / "model.safetensors").read_bytes() == (runs[1] / "model.safetensors").read_bytes()
