@@ -19,30 +19,32 @@ sfm_dpo.setup(by_ranks=True)
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
+from sfm_dpo.calibration.choose_micro_batch import calibrate
 from sfm_dpo.common.distributed import disable_deepspeed_shm, load_only_tensors, main_process_first, on_main_process
 from sfm_dpo.common.errors import PreflightDone, StopRequested
 from sfm_dpo.config.fields import Config, parse_config
 from sfm_dpo.data.pairs import Pairs
 from sfm_dpo.data.tokenization import load_data
 from sfm_dpo.evaluation.eval_command import EvalCommand
-from sfm_dpo.fit.fit import first_facts, fit
-from sfm_dpo.health.guard import add_guard
-from sfm_dpo.health.preflight import preflight_phase
+from sfm_dpo.health.guard import make_guard
+from sfm_dpo.health.preflight import preflight
 from sfm_dpo.hub.upload import PushCheckpoints, check_push
+from sfm_dpo.memory.asked import Asked, read_asked
 from sfm_dpo.model.loading import identify_models, load_model_config, meta_adapter
 from sfm_dpo.model.sharding import checkpoint_bytes
 from sfm_dpo.run.checkpoint import check_disk, peak_checkpoint_count
 from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.run.start import Before
+from sfm_dpo.train.base_model import BaseModel, base_model
 from sfm_dpo.train.callbacks import Profiler, Progress, ProgressLine, StopCallback
-from sfm_dpo.train.frozen_model import frozen_model
 from sfm_dpo.train.reference_cache import add_reference, make_cache_folder, reference_root
 from sfm_dpo.train.trainer import SFMDPOTrainer
-from sfm_dpo.training_run import TrainingRun
+from sfm_dpo.training_run import TrainingRun, first_facts
 
 log = logging.getLogger("sfm_dpo")
 
@@ -59,24 +61,38 @@ def main(
     with TrainingRun() as run:
         config = parse_config(argv)
         start = run.begin(config)
-        steps = start.open
+        steps = start.steps
         evaluations = EvalCommand(config.train)
         pushes = PushCheckpoints(config.train)
         if start.trains:
-            config = identify_models(config, start.before.facts.models, start.before.config)
-            check_access(config, start.before)
-            pairs, tokenizer = load_data(config, start.before.facts.template_date)
-            facts = first_facts(config, pairs, start.before)
+            before = start.before
+            config = identify_models(config, before.facts.models, before.config)
+            check_access(config, before)
+            pairs, tokenizer = load_data(config, before.facts.template_date)
+            facts = first_facts(config, pairs, before)
+            asked = read_asked(config, load_model_config(config), before)
             run.record(facts, config, pairs)
-            trainer = build_trainer(trainer_class, config, facts, pairs, tokenizer, run.progress)
-            run.record(fit(trainer, start.before))
+            trainer = build_trainer(trainer_class, config, asked, pairs, tokenizer, run.progress)
+            with base_model(trainer) as base:
+                check_space(trainer)
+                path, micro_batch, calibration = calibrate(base, pairs.train, asked, before)
+                facts = replace(facts, path=path, micro_batch=micro_batch, calibration=calibration)
+                run.record(facts)
+                describe_training(base, facts, pairs, before)
+                pairs, caches = add_reference(base, path, pairs)
+                facts = replace(facts, reference=caches)
+                run.record(facts)
+                if not before.checkpoint and config.train.preflight != "skip":
+                    with base.computing(path), base.progress.during("the preflight"):
+                        preflight(base, config, pairs.train, tokenizer, micro_batch.pairs)
+            if config.train.preflight_only:
+                raise PreflightDone("preflight_only: nothing was trained")
+            trainer.apply(facts, pairs)
             for callback in (pushes, evaluations, *callbacks):
                 trainer.add_callback(callback)
-            run.record(add_reference(trainer))
-            preflight(trainer, start.before)
-            train(trainer, start.before)
+            train(trainer, pairs, before)
             save_final(trainer)
-            steps = run.finish(trainer)
+            steps = run.end_training(trainer)
         run.close_steps(config, steps, evaluations)
         pushes.wait()
     return run.exit_code
@@ -95,15 +111,15 @@ def check_access(config: Config, before: Before) -> None:
 def build_trainer(
     trainer_class: type[SFMDPOTrainer],
     config: Config,
-    facts: RunFacts,
+    asked: Asked,
     pairs: Pairs,
     tokenizer: PreTrainedTokenizerBase,
     progress: Progress,
 ) -> SFMDPOTrainer:
-    """Loads the model, and packs it where that is possible."""
+    """Loads the model."""
     trainer = trainer_class(
         config,
-        facts,
+        asked,
         train_dataset=pairs.train,
         eval_dataset=pairs.held_out() or None,
         processing_class=tokenizer,
@@ -114,38 +130,43 @@ def build_trainer(
     return trainer
 
 
-def preflight(trainer: SFMDPOTrainer, before: Before) -> None:
-    """Logs what will be trained and how, and checks disk space and, at a first start, whether DPO can work."""
-    config = trainer.config
-    args = config.train
+def check_space(trainer: SFMDPOTrainer) -> None:
+    """Checks that there is disk space for the checkpoints."""
+    args = trainer.config.train
     if not args.preflight_only:  # it writes no checkpoint
         size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
         on_main_process(lambda: check_disk(args.output_dir, size, peak_checkpoint_count(args)))
-    settings = trainer.settings
-    batch = f"{settings.micro_batch} x {settings.accumulation_steps} accumulation x {args.world_size} process(es)"
+
+
+def describe_training(base: BaseModel, facts: RunFacts, pairs: Pairs, before: Before) -> None:
+    """Logs what will be trained and how."""
+    args = base.config.train
+    path = facts.path
+    micro_batch = facts.micro_batch
+    assert path and micro_batch
+    accumulation = micro_batch.count_accumulation(args.global_batch_size, args.world_size)
+    batch = f"{micro_batch.pairs} x {accumulation} accumulation x {args.world_size} process(es)"
     what = "checking" if args.preflight_only else f"training {args.output_dir}"
     log.info(
-        f"{what}: {len(trainer.train_dataset):,} pairs, global batch {args.global_batch_size} = "
+        f"{what}: {len(pairs.train):,} pairs, global batch {args.global_batch_size} = "
         f"{batch}, loss {'+'.join(args.loss_type)}, beta {args.beta:g}, lr {args.learning_rate:g}"
     )
-    if trainer.packed:
-        log.info(f"padding-free, attention by {trainer.attention_kernel()}")
-    sampler = trainer.train_sampler
-    largest = sampler.layout.count(sampler.largest_micro_batch(sampler.micro_batch))
+    if path.packed:
+        with base.computing(path):
+            log.info(f"padding-free, attention by {base.attention_kernel()}")
+    sampler = base.make_sampler(pairs.train, path.packed, path.prefix_sharing, micro_batch.pairs)
+    largest = sampler.layout.count(sampler.largest_micro_batch(micro_batch.pairs))
     log.info(f"the largest micro-batch has {largest:,} tokens")
     if before.checkpoint:
         log.info(f"resuming from {before.checkpoint}")
-    elif args.preflight != "skip":
-        with frozen_model(trainer, "policy") as policy:
-            preflight_phase(trainer, policy, config)
-    if args.preflight_only:
-        raise PreflightDone("preflight_only: nothing was trained")
 
 
-def train(trainer: SFMDPOTrainer, before: Before) -> None:
+def train(trainer: SFMDPOTrainer, pairs: Pairs, before: Before) -> None:
     """Trains to the last step; raises GuardStopped or StopRequested if the guard or a request stops the run."""
     stop = StopCallback()
-    guard = add_guard(trainer)
+    guard = make_guard(trainer.config.train, pairs, trainer.meter.skip_time)
+    if guard:
+        trainer.add_callback(guard)
     trainer.add_callback(stop)
     trainer.add_callback(ProgressLine())  # after the guard, which adds metrics to the log entry
     if trainer.config.train.profile_steps:

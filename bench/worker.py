@@ -25,10 +25,15 @@ from trl import DPOConfig, DPOTrainer
 
 from bench.lengths import MAX_LENGTH, sample_lengths
 from bench.throughput import BATCH, DEMO, MODELS, ROOT, SHIPPED, VARIANTS, recipe_of
+from sfm_dpo.calibration.choose_micro_batch import calibrate
 from sfm_dpo.config.fields import parse_config
-from sfm_dpo.fit.fit import fit
+from sfm_dpo.data.pairs import Pairs
+from sfm_dpo.memory.asked import Asked, read_asked
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.run.start import Before
+from sfm_dpo.model.loading import load_model_config
+from sfm_dpo.run.facts import RunFacts
+from sfm_dpo.run.start import NEW
+from sfm_dpo.train.base_model import base_model
 from sfm_dpo.train.metrics import CountingCollator, Meter, peak_memory_gib
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
@@ -127,34 +132,33 @@ class Curve(TrainerCallback):
             self.points.append((time.perf_counter() - self.start, logs["loss"]))
 
 
-def add_timed_reference(trainer: SFMDPOTrainer, warm: int) -> float:
-    """Adds the reference's columns; returns the seconds of the pass, without the first `warm` pairs."""
-    pairs = trainer.train_dataset
-    trainer.train_dataset = pairs.select(range(warm))
-    add_reference(trainer)
-    first = trainer.train_dataset
-    trainer.train_dataset = pairs.select(range(warm, len(pairs)))
-    start = time.perf_counter()
-    add_reference(trainer)
-    seconds = time.perf_counter() - start
-    trainer.train_dataset = concatenate_datasets([first, trainer.train_dataset])
-    return seconds
+def prepare_trainer(trainer: SFMDPOTrainer, asked: Asked, warm: int) -> float:
+    """Chooses path and micro-batch and adds the reference's columns, as a start does; returns the seconds of the
+    reference pass, without the first `warm` pairs."""
+    tokens = trainer.train_dataset
+    with base_model(trainer) as base:
+        path, micro_batch, _ = calibrate(base, tokens, asked, NEW)
+        first, _ = add_reference(base, path, Pairs({"train": tokens.select(range(warm))}, [], warm, []))
+        rest = Pairs({"train": tokens.select(range(warm, len(tokens)))}, [], len(tokens) - warm, [])
+        start = time.perf_counter()
+        rest, _ = add_reference(base, path, rest)
+        seconds = time.perf_counter() - start
+    pairs = Pairs({"train": concatenate_datasets([first.train, rest.train])}, [], len(tokens), [])
+    trainer.apply(RunFacts(path=path, micro_batch=micro_batch), pairs)
+    return seconds if trainer.args.precompute_ref_log_probs else 0.0
 
 
 def train(job: dict) -> dict:
     """Trains one variant for one epoch of the measured pairs, after a few warm-up batches."""
-    trainer = make_trainer(job)
+    warm = BATCH * job["accumulation"]  # an optimizer step to warm up
+    trainer, reference_seconds = make_trainer(job, warm)
     trainer.remove_callback(PrinterCallback)
     curve = Curve()
     trainer.add_callback(curve)
-    warm = BATCH * job["accumulation"]  # an optimizer step to warm up
-    reference_seconds = add_timed_reference(trainer, warm) if trainer.args.precompute_ref_log_probs else 0.0
-    packed = getattr(trainer, "packed", False)
-    sharing = getattr(trainer, "prefix_sharing", False)
     meter = Meter()
     flops = ForwardFlops.of(trainer.model)
     live_reference = not trainer.args.precompute_ref_log_probs
-    collate = CountingCollator(trainer.data_collator, flops, live_reference, packed, sharing)
+    collate = CountingCollator(trainer.data_collator, flops, live_reference, getattr(trainer, "path", None))
 
     def counting(examples):
         batch = collate(examples)
@@ -189,8 +193,9 @@ def train(job: dict) -> dict:
     }
 
 
-def make_trainer(job: dict) -> DPOTrainer:
-    """The variant's trainer. All settings but the flags are the same for all variants."""
+def make_trainer(job: dict, warm: int) -> tuple[DPOTrainer, float]:
+    """The variant's trainer, and the seconds of its reference pass, without the first `warm` pairs. All settings but
+    the flags are the same for all variants."""
     model = str(Path(job["scratch"]) / "model")
     variant = job["variant"]
     pairs = load_from_disk(str(Path(job["scratch"]) / "pairs"))
@@ -214,7 +219,7 @@ def make_trainer(job: dict) -> DPOTrainer:
         settings |= {"gradient_checkpointing": True, "per_device_train_batch_size": BATCH}
     if variant == "stock":
         settings |= {"loss_type": ["sigmoid_norm"], "gradient_accumulation_steps": job["accumulation"]}
-        return Stock(model=model, args=DPOConfig(**settings, model_init_kwargs=init_kwargs), **common)
+        return Stock(model=model, args=DPOConfig(**settings, model_init_kwargs=init_kwargs), **common), 0.0
     settings |= {"model_name_or_path": model, "max_prompt_length": max_length_of(job) // 2, "dataset_num_proc": 1}
     settings |= {"dataset_name": "random ids", "global_batch_size": BATCH * job["accumulation"]}
     if variant in SHIPPED:
@@ -227,10 +232,9 @@ def make_trainer(job: dict) -> DPOTrainer:
         settings["memory_gib"] = job["stock_peak_gib"]
     config = parse_config([f"--{name}={value}" for name, value in settings.items()])
     config.train.model_init_kwargs = init_kwargs  # in the dtype of stock TRL, which no recipe could set on a GPU
-    trainer = SFMDPOTrainer(config, **common)
-    if variant in SHIPPED:
-        fit(trainer, Before())  # as a start does
-    return trainer
+    asked = read_asked(config, load_model_config(config))
+    trainer = SFMDPOTrainer(config, asked, **common)
+    return trainer, prepare_trainer(trainer, asked, warm)
 
 
 def matmul_rate() -> float:

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     from sfm_dpo.training_run import TrainingRun
 
     with contextlib.redirect_stdout(sys.stderr), TrainingRun() as this:  # the batch script reads stdout
-        this.close_steps(config, this.begin(config).open, EvalCommand(config.train))
+        this.close_steps(config, this.begin(config).steps, EvalCommand(config.train))
     return this.exit_code
 
 

@@ -13,14 +13,19 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from sfm_dpo.common.distributed import is_main_process, on_main_process
+from sfm_dpo.common.distributed import is_main_process, launched_with, on_main_process, zero_stage
 from sfm_dpo.common.errors import DISK_REMEDIES, DiskFull, Interrupted, PreflightDone, RunEnd, StopRequested, UserError
 from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.secrets import mask
+from sfm_dpo.config.checks import check_length_of_run
 from sfm_dpo.config.fields import Config
+from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.pairs import Pairs
+from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
+from sfm_dpo.data.tokenization import hash_tokens
 from sfm_dpo.evaluation.eval_command import EvalCommand
 from sfm_dpo.hub.upload import push_finished
+from sfm_dpo.model.loading import identify_model
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_summary, write_report
 from sfm_dpo.run.checkpoint import (
@@ -54,7 +59,7 @@ from sfm_dpo.run.folder import (
 )
 from sfm_dpo.run.lock import Lease, take_folder
 from sfm_dpo.run.saved_model import find_model, list_files
-from sfm_dpo.run.start import Start, choose_start, list_open
+from sfm_dpo.run.start import Before, Start, choose_start, list_open
 from sfm_dpo.train.callbacks import Progress, explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from sfm_dpo.train.watchdog import Watchdog
@@ -65,6 +70,30 @@ UNWRITABLE = DISK_REMEDIES.keys() - {errno.EPERM}  # not only of files
 # Signs of these in exceptions of safetensors and (the first two) of torch.save
 UNWRITABLE_SIGNS = dict.fromkeys(("unexpected pos", "iostream error"), "free space")
 UNWRITABLE_SIGNS |= {os.strerror(number): DISK_REMEDIES[number] for number in UNWRITABLE}
+
+
+def first_facts(config: Config, pairs: Pairs, before: Before) -> RunFacts:
+    """What identifies a run on these tokenised pairs, before its model is loaded. All ranks must call it. Raises
+    UserError if the checkpoint that it resumes from is another run's, or nothing would be trained."""
+    args = config.train
+    sampler = PairSampler.of(Lengths.of(pairs.train).truncate(args.max_length), args)
+    stage = zero_stage()
+    launch = "FSDP2" if launched_with() == "fsdp" else "whole weights"
+    facts = RunFacts(
+        models={part.model_field: identify_model(part) for part in config.parts},
+        world_size=args.world_size,
+        launch=f"ZeRO-{stage}" if stage else launch,
+        counts=pairs.as_dict(),
+        train_tokens=hash_tokens(pairs.train),
+        template_date=pairs.template_date,
+        order=[sampler.fingerprint(epoch) for epoch in range(sampler.epochs)],
+        order_version=ORDER_VERSION,
+    )
+    before.check(facts)
+    check_length_of_run(args, len(pairs.train))
+    if left_out := len(pairs.train) % args.global_batch_size:
+        log.info(f"{left_out} pairs of an epoch do not fill a last batch of {args.global_batch_size} and are left out")
+    return facts
 
 
 class TrainingRun:
@@ -108,7 +137,7 @@ class TrainingRun:
         start = choose_start(config)
         if not start.trains:
             on_main_process(lambda: find_model(folder))  # raises UserError if it is damaged
-            rest = f"; still to do: {', '.join(start.open)}" if start.open else ""
+            rest = f"; still to do: {', '.join(start.steps)}" if start.steps else ""
             log.info(f"{folder}: already done; to run again, remove it or choose another output_dir{rest}")
             return start
         self.folder = folder
@@ -136,7 +165,7 @@ class TrainingRun:
             write_status(self.folder, State.RUNNING, step=self.step)
         write_json(self.folder / DATA, facts.as_dict())
 
-    def finish(self, trainer: SFMDPOTrainer) -> list[str]:
+    def end_training(self, trainer: SFMDPOTrainer) -> list[str]:
         """Marks a run as trained and saved, whatever happens next; returns the steps of its end that are left."""
         assert self.folder and self.watchdog
         self.watchdog.stop()
@@ -223,8 +252,8 @@ class TrainingRun:
     def _explain(self, error: BaseException) -> RunEnd | None:
         """The end that an exception means; None for a crash."""
         cause = error.__cause__ if isinstance(error, RunEnd) else error  # of user_input, or what it has wrapped
-        settings = self.facts.settings if self.facts else None
-        if cause and self.folder and (memory := explain_out_of_memory(cause, self.progress, settings)):
+        smaller = self.facts.calibration.smaller if self.facts else None
+        if cause and self.folder and (memory := explain_out_of_memory(cause, self.progress, smaller)):
             return memory
         if isinstance(error, RunEnd):
             return error

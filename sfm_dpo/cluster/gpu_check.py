@@ -17,14 +17,14 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
+from sfm_dpo.calibration.choose_path import GRADIENT
 from sfm_dpo.common.distributed import CPU_ONLY, first_gpu, launch_file
 from sfm_dpo.common.files import PROJECT, write_json
-from sfm_dpo.common.statistics import LOGP_ROUNDING
+from sfm_dpo.common.statistics import ALLOWED, LOGP_ROUNDING
 from sfm_dpo.config.effects import short_run
 from sfm_dpo.config.fields import Config, parse_config
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR
 from sfm_dpo.data.tokenization import load_tokenizer
-from sfm_dpo.fit.calibration import ALLOWED, GRADIENT
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.run.folder import DATA, TRAINER_STATE, read_file
 from sfm_dpo.run.lock import take_folder

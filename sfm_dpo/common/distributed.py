@@ -134,7 +134,7 @@ def broadcast(value: T) -> T:
     return values[0]
 
 
-def gather(value: T) -> list[T]:
+def gather_values(value: T) -> list[T]:
     """Returns the values of all ranks on every rank. All ranks must call it; the values are pickled."""
     from accelerate.utils import gather_object
 

@@ -9,6 +9,7 @@ import numpy as np
 # accumulated in a higher precision, up to 2**-21 was measured (packed against padded, SmolLM2-135M and tiny models)
 LOGP_ROUNDING = {"bf16": 2**-9, "no": 2**-20}
 TYPICAL_LOGIT = 10.0  # the largest of a token, where it is not measured
+ALLOWED = 4  # times what noise explains: the largest difference that is none
 
 Z = 1.959964  # for a two-sided 95% interval under the normal approximation
 

@@ -74,7 +74,7 @@ class TrainConfig(DPOConfig):
     # Filters (docs/data.md)
     filter_script: str | None = HfArg(default=None, help="Python file; its keep(row) decides which rows to use.")
     drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Drop repeats of a pair or prompt.")
-    # Speed; what is decided where a field is unset is in fit/fit.py
+    # Speed; what is decided where a field is unset is in calibration/
     per_device_train_batch_size: int | None = HfArg(default=None, help="Pairs in a micro-batch.")
     train_sampling_strategy: Literal["batch_rebalance", "random"] = HfArg(
         default="batch_rebalance", help="Order of the pairs, and which of them share a micro-batch."

@@ -103,8 +103,11 @@ class PairSampler(Sampler[int]):
         self.is_over = False  # no step is left to train
 
     @classmethod
-    def of(cls, lengths: Lengths, args: TrainConfig, micro_batch: int, packed: bool, shared: bool) -> "PairSampler":
-        """The sampler of a run. Raises UserError if there are fewer pairs than a global batch."""
+    def of(
+        cls, lengths: Lengths, args: TrainConfig, micro_batch: int = 1, packed: bool = True, shared: bool = False
+    ) -> "PairSampler":
+        """The sampler of a run; its steps do not depend on the last three. Raises UserError if there are fewer pairs
+        than a global batch."""
         if len(lengths) < args.global_batch_size:
             unit = args.world_size * (args.per_device_train_batch_size or 1)
             size = max(1, len(lengths) // 10 // unit) * unit  # ten steps, if there are as many pairs

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
-from sfm_dpo.common.distributed import gather, main_process_first, on_main_process
+from sfm_dpo.common.distributed import gather_values, main_process_first, on_main_process
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config.checks import read_eval_sets
 from sfm_dpo.config.fields import Config, TrainConfig
@@ -123,7 +123,7 @@ def load_data(config: Config, recorded_date: str | None = None) -> tuple[Pairs, 
         check_vocabulary(tokens, tokenizer, model_configs[0].vocab_size)
         for model_config in model_configs:
             check_positions(tokens, model_config, config.train)
-    hashes = gather([hash_tokens(tokens) for tokens in pairs.splits.values()])
+    hashes = gather_values([hash_tokens(tokens) for tokens in pairs.splits.values()])
     if others := [str(rank) for rank, its in enumerate(hashes) if its != hashes[0]]:
         found = f"rank(s) {', '.join(others)} read other pairs than rank 0"
         raise UserError(f"dataset_name {', '.join(pairs.sources)}: {found}; give all nodes the same files and HF_HOME")

@@ -1,6 +1,7 @@
 """The guard: applies the rules of guard_rules.py during training, and stops a run that has collapsed."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import GuardStopped
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config.checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
+from sfm_dpo.config.fields import TrainConfig
 from sfm_dpo.data.lengths import count_trained
+from sfm_dpo.data.pairs import Pairs
 from sfm_dpo.health.guard_rules import SIGMOID_LOSSES, Finding, GuardContext, Log, judge_log
 from sfm_dpo.run.checkpoint import keep_before
 from sfm_dpo.run.folder import HEALTH, SAMPLES
@@ -26,9 +29,10 @@ NEW_TOKENS = 64
 class Guard(TrainerCallback, ExportableState):
     """Applies the rules at every log entry; rank 0 decides and all ranks follow. Writes health.json."""
 
-    def __init__(self, trainer: Any, prompts: list[list[int]]):
-        self.trainer = trainer
+    def __init__(self, chosen_tokens: float, prompts: list[list[int]], skip_time: Callable[[], None]):
+        self.chosen_tokens = chosen_tokens  # the divisor of rewards that are sums; 1 for a loss on means
         self.prompts = prompts  # token ids; answered every `guard_generations` steps
+        self.skip_time = skip_time  # called after that: its seconds are no step's
         self.findings: list[Finding] = []
         self.stopped: Finding | None = None
         self.last_healthy: str | None = None  # path of a checkpoint
@@ -42,14 +46,11 @@ class Guard(TrainerCallback, ExportableState):
     def on_train_begin(self, args, state, control, **kwargs):
         self.findings = [Finding(*values) for values in self.findings]  # lists, from a checkpoint
         loss_type = main_loss(args.loss_type)
-        chosen_tokens = 1.0
-        if loss_type not in LENGTH_NORMALIZED_LOSSES:
-            chosen_tokens = float(count_trained(self.trainer.train_dataset, args.max_length)[:, 0].mean())
         is_sigmoid = len(args.loss_type) == 1 and loss_type in SIGMOID_LOSSES
         warmup_steps = args.get_warmup_steps(state.max_steps)
         other_reference = bool(args.ref_model_name_or_path)
         self.context = GuardContext(
-            is_sigmoid, args.beta, chosen_tokens, state.max_steps, warmup_steps, other_reference
+            is_sigmoid, args.beta, self.chosen_tokens, state.max_steps, warmup_steps, other_reference
         )
         self._write_health(args)
 
@@ -68,10 +69,10 @@ class Guard(TrainerCallback, ExportableState):
             control.should_training_stop = True
         return self.on_epoch_end(args, state, control)
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         is_due = self.prompts and (state.global_step % args.guard_generations == 0 or not self.first_texts)
         if is_due and is_main_process():
-            self._generate(args)
+            self._generate(args, model, processing_class)
 
     def on_epoch_end(self, args, state, control, **kwargs):
         """Saves nothing once the run is stopped."""
@@ -103,10 +104,8 @@ class Guard(TrainerCallback, ExportableState):
                 checkpoint=self.last_healthy,
             )
 
-    def _generate(self, args) -> None:
+    def _generate(self, args, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Answers the prompts on rank 0, which has all weights under ZeRO-2, and writes samples.json."""
-        tokenizer = self.trainer.processing_class
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         model.eval()
         answers = continue_prompts(model, tokenizer, self.prompts, NEW_TOKENS)
         model.train()
@@ -115,7 +114,7 @@ class Guard(TrainerCallback, ExportableState):
         rows = zip(prompts, self.first_texts, answers, strict=True)
         samples = [dict(zip(("prompt", "before", "after"), row, strict=True), limit=NEW_TOKENS) for row in rows]
         write_json(Path(args.output_dir) / SAMPLES, samples)
-        self.trainer.meter.on_train_begin()  # these seconds are not the next step's
+        self.skip_time()
 
     def _write_health(self, args) -> None:
         verdict = "warned" if self.findings else "healthy"
@@ -128,15 +127,15 @@ class Guard(TrainerCallback, ExportableState):
             write_json(Path(args.output_dir) / HEALTH, health)
 
 
-def add_guard(trainer: Any) -> Guard | None:
-    """Adds the guard to the trainer, unless `guard` is skip."""
-    args = trainer.args
+def make_guard(args: TrainConfig, pairs: Pairs, skip_time: Callable[[], None]) -> Guard | None:
+    """The guard of a run on these tokenised pairs, unless `guard` is skip."""
     if args.guard == "skip":
         return None
-    prompts = list(trainer.eval_dataset[HELD_OUT][:PROMPTS]["prompt_ids"]) if args.guard_generations else []
-    guard = Guard(trainer, prompts)
-    trainer.add_callback(guard)
-    return guard
+    chosen_tokens = 1.0
+    if main_loss(args.loss_type) not in LENGTH_NORMALIZED_LOSSES:
+        chosen_tokens = float(count_trained(pairs.train, args.max_length)[:, 0].mean())
+    prompts = list(pairs.splits[HELD_OUT][:PROMPTS]["prompt_ids"]) if args.guard_generations else []
+    return Guard(chosen_tokens, prompts, skip_time)
 
 
 def continue_prompts(

@@ -6,14 +6,16 @@ answers become impossible, too.
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from accelerate.utils import gather_object
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+import torch
+from datasets import Dataset
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from sfm_dpo.common.distributed import broadcast, is_main_process
+from sfm_dpo.common.distributed import broadcast, gather_values, is_main_process, rank, world_size
 from sfm_dpo.common.errors import PreflightRefused
 from sfm_dpo.common.files import format_table, write_json
 from sfm_dpo.config.checks import main_loss
@@ -52,71 +54,73 @@ def count_wrong_rope_layers(config: PretrainedConfig) -> int:
     return is_lost + (sliding.get("rope_type", "default") != "default")
 
 
-def compute_base_logps(trainer, policy, rows: np.ndarray) -> np.ndarray:
-    """[len(rows), 2] sums of log-probs (nats) under `policy`, a FrozenModel; all ranks get the same result."""
-    ranks = trainer.accelerator.num_processes
-    padded = np.resize(rows, math.ceil(len(rows) / ranks) * ranks)  # every rank needs the same number of forwards
-    mine = padded[trainer.accelerator.process_index :: ranks].tolist()
-    size = trainer.settings.micro_batch
+class Scorer(Protocol):
+    """What the preflight needs of the base model (train/base_model.py)."""
+
+    def score(self, dataset: Dataset, rows: Sequence[int]) -> torch.Tensor: ...
+    def unwrapped(self) -> PreTrainedModel: ...
+    def eos_ids(self) -> set[int]: ...
+
+
+def compute_base_logps(base: Scorer, tokens: Dataset, rows: np.ndarray, size: int) -> np.ndarray:
+    """[len(rows), 2] sums of log-probs (nats), computed in batches of `size`; all ranks get the same result."""
+    padded = np.resize(rows, math.ceil(len(rows) / world_size()) * world_size())  # all ranks need as many forwards
+    mine = padded[rank() :: world_size()].tolist()
     sums: list[list[float]] = []
     for start in range(0, len(mine), size):
-        sums += policy.score(trainer.train_dataset, mine[start : start + size]).float().tolist()
-    by_row = dict(gather_object(list(zip(mine, sums, strict=True))))
+        sums += base.score(tokens, mine[start : start + size]).float().tolist()
+    by_row = dict(pair for of_rank in gather_values(list(zip(mine, sums, strict=True))) for pair in of_rank)
     return np.array([by_row[row] for row in rows.tolist()])
 
 
-def score_pairs(trainer, policy, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def score_pairs(
+    base: Scorer, config: Config, tokens: Dataset, sample: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The pairs to judge [N] and their log-probs [N, 2] (float64 sums in nats) under the base model: all pairs from
     the reference cache, or those of `sample` computed here."""
-    dataset = trainer.train_dataset
-    if "ref_chosen_logps" not in dataset.column_names or trainer.args.ref_model_name_or_path:
-        return sample, compute_base_logps(trainer, policy, sample)
+    if "ref_chosen_logps" not in tokens.column_names or config.train.ref_model_name_or_path:
+        return sample, compute_base_logps(base, tokens, sample, size)
     names = ["ref_chosen_logps", "ref_rejected_logps"]
-    columns = dataset.select_columns(names).with_format("numpy")[:]
-    return np.arange(len(dataset)), np.stack([columns[name] for name in names], axis=1).astype(np.float64)
+    columns = tokens.select_columns(names).with_format("numpy")[:]
+    return np.arange(len(tokens)), np.stack([columns[name] for name in names], axis=1).astype(np.float64)
 
 
-def inspect_model(trainer, rows: list[dict]) -> dict[str, Figure]:
+def inspect_model(base: Scorer, tokens: Dataset, rows: list[dict], max_length: int | None) -> dict[str, Figure]:
     """The figures about the tokens of the training set (`rows`: a sample of it) and the model's configuration."""
-    dataset = trainer.train_dataset
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    of_model = model.generation_config.eos_token_id if model.can_generate() else None
-    eos = {trainer.processing_class.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
-    figures = inspect_tokens(rows, Lengths.of(dataset), eos, trainer.args.max_length)
-    unseen = [any(not kind.endswith(HISTORY) for kind in kinds.split()) for kinds in dataset["ignored"][:]]
-    figures["rope_layers"] = exact(count_wrong_rope_layers(model.config.get_text_config()))
-    figures["control_tokens"] = exact(float(np.mean(dataset["control_tokens"][:])))
+    figures = inspect_tokens(rows, Lengths.of(tokens), base.eos_ids(), max_length)
+    unseen = [any(not kind.endswith(HISTORY) for kind in kinds.split()) for kinds in tokens["ignored"][:]]
+    figures["rope_layers"] = exact(count_wrong_rope_layers(base.unwrapped().config.get_text_config()))
+    figures["control_tokens"] = exact(float(np.mean(tokens["control_tokens"][:])))
     figures["ignored"] = exact(float(np.mean(unseen)))
     return figures
 
 
-def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
-    """The content of preflight.json, the same on all ranks. `policy`: the base model as a FrozenModel (train/).
-
-    With a reference cache it judges all pairs and computes none.
-    """
+def run_preflight(
+    base: Scorer, config: Config, tokens: Dataset, tokenizer: PreTrainedTokenizerBase, size: int
+) -> dict[str, Any]:
+    """The content of preflight.json, the same on all ranks. With a reference cache it judges all pairs and computes
+    none; otherwise it computes a sample, in batches of `size` pairs."""
     args = config.train
-    dataset = trainer.train_dataset
     loss_type = main_loss(args.loss_type)
-    sample = np.sort(np.random.default_rng(args.seed).permutation(len(dataset))[: args.preflight_samples])
-    rows = list(dataset.select(sample))
+    sample = np.sort(np.random.default_rng(args.seed).permutation(len(tokens))[: args.preflight_samples])
+    rows = list(tokens.select(sample))
 
-    judged, logps = score_pairs(trainer, policy, sample)
-    responses = np.maximum(count_trained(dataset, args.max_length), 1)[judged]
-    figures = compute_pair_figures(logps, responses) | inspect_model(trainer, rows)
+    judged, logps = score_pairs(base, config, tokens, sample, size)
+    responses = np.maximum(count_trained(tokens, args.max_length), 1)[judged]
+    figures = compute_pair_figures(logps, responses) | inspect_model(base, tokens, rows, args.max_length)
     verdict, findings = judge_base_model(figures, loss_type)
     for finding in findings:
         if finding["rule"] == "ignored":
-            finding["what"] = "; ".join(describe_ignored(dataset).values())
+            finding["what"] = "; ".join(describe_ignored(tokens).values())
     reasons = [format_finding(finding) for finding in findings]
 
     interval = "{:+.2f} ({:+.2f} to {:+.2f}) nats"
     table = [
-        ("pairs judged", f"{len(judged):,} of {len(dataset):,}; means with 95% intervals"),
+        ("pairs judged", f"{len(judged):,} of {len(tokens):,}; means with 95% intervals"),
         ("chosen, per token", interval.format(*figures["chosen_logp"])),
         ("gap, per token", interval.format(*figures["token_gap"])),
         ("gap, sum", interval.format(*figures["sum_gap"])),
-        ("boundary", show_boundary(rows[0], trainer.processing_class)),
+        ("boundary", show_boundary(rows[0], tokenizer)),
     ]
     result = {"verdict": verdict, "reasons": reasons, "pairs": len(judged), "figures": figures}
     return broadcast(result | {"findings": findings, "table": table})
@@ -129,9 +133,9 @@ def show_boundary(row: dict, tokenizer: PreTrainedTokenizerBase) -> str:
     return "...{!r} | {!r} ... {!r}".format(*parts)
 
 
-def preflight_phase(trainer, policy, config: Config) -> None:
-    """Runs the preflight, logs it and writes preflight.json. Raises PreflightRefused."""
-    result = run_preflight(trainer, policy, config)
+def preflight(base: Scorer, config: Config, tokens: Dataset, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
+    """Judges the base model as `run_preflight`, logs it and writes preflight.json. Raises PreflightRefused."""
+    result = run_preflight(base, config, tokens, tokenizer, size)
     reasons = [f"  {reason}" for reason in result["reasons"]]
     log.info("\n".join([f"preflight: {result['verdict']}", format_table(result["table"]), *reasons]))
     if is_main_process():

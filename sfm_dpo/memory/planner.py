@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from sfm_dpo.common.errors import UserError
-from sfm_dpo.config.checks import SORTING_LOSSES
-from sfm_dpo.config.fields import Config, TrainConfig
+from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
 from sfm_dpo.memory.activations import Activations, head_bytes, trace_activations
+from sfm_dpo.memory.asked import Asked
 from sfm_dpo.model.loading import blocks, load_model_config, meta_adapter, meta_model
 
 # What a micro-batch costs on a GPU however small it is, in tokens of equal time: its gradients of all weights pass
-# through memory several times, and the host waits for the device (bench/count.py). The weights cancel: both grow alike
+# through memory several times, and the host waits for the device (by count, not measured). The weights cancel: both
+# grow alike
 FIXED_TOKENS = 500
 USABLE = 0.9  # share of a GPU's memory; the rest is for CUDA's context, NCCL and fragmentation
 
@@ -67,6 +67,7 @@ class MemoryPlanner:
 
     config: Config
     model_config: PretrainedConfig
+    asked: Asked
     lengths: Lengths  # of its pairs, truncated
     gpus: int
     packed: bool
@@ -85,18 +86,20 @@ class MemoryPlanner:
         self.trained = (self.adapter or self.model).num_parameters(only_trainable=True)
 
     @cached_property
+    def sampler(self) -> PairSampler:
+        """The order of the pairs, in micro-batches of any size."""
+        return PairSampler.of(self.lengths, self.config.train, 1, self.packed, self.prefix_sharing)
+
+    @cached_property
     def micro_batches(self) -> dict[int, tuple[int, int]]:
         """For each usual number of pairs per device and the configured one, if the global batch is a multiple of it,
         of the largest micro-batch: computed tokens, with padding, and tokens that reach the LM head."""
-        args = self.config.train
-        asked = asked_pairs(args) or 1
-        sampler = PairSampler.of(self.lengths, args, asked, self.packed, self.prefix_sharing)
         micro_batches = {}
-        for size in sorted({*FIRST_STEPS_FOR, asked}):
-            if args.global_batch_size % (size * self.gpus):
+        for size in sorted({*FIRST_STEPS_FOR, self.asked.pairs or 1}):
+            if self.config.train.global_batch_size % (size * self.gpus):
                 continue
-            rows = sampler.largest_micro_batch(size)
-            micro_batches[size] = int(sampler.layout.count(rows)), int(self.lengths.responses[rows].sum())
+            rows = self.sampler.largest_micro_batch(size)
+            micro_batches[size] = int(self.sampler.layout.count(rows)), int(self.lengths.responses[rows].sum())
         return micro_batches
 
     @cached_property
@@ -177,8 +180,8 @@ class MemoryPlanner:
         """The candidate of least work that is as configured and fits into `limit` bytes; if none fits, the smallest.
         One that must take as much as one of `failed` is chosen only if all must."""
         every = self.list_candidates(states, ratio)
-        pairs = asked_pairs(self.config.train)
-        layers = asked_layers(self.config.train, every[0].layers)
+        pairs = self.asked.pairs
+        layers = self.asked.layers
         asked = [c for c in every if pairs in (None, c.per_device) and layers in (None, c.checkpointed_layers)]
         left = [candidate for candidate in asked if not any(map(candidate.takes_as_much, failed))] or asked
         fitting = [candidate for candidate in left if candidate.bytes <= limit]
@@ -186,25 +189,3 @@ class MemoryPlanner:
         enough = choice.bytes - (choice.bytes - states) / 10  # one more checkpointed layer may save too little
         smaller = next((other.options for other in every if other.bytes < enough), None)
         return replace(choice, smaller=smaller)
-
-
-def asked_pairs(args: TrainConfig) -> int | None:
-    """Pairs per device that a configuration asks for; None if memory decides."""
-    if SORTING_LOSSES & {*args.loss_type}:
-        return args.global_batch_size
-    return args.per_device_train_batch_size
-
-
-def asks_layers(args: TrainConfig) -> bool:
-    return args.gradient_checkpointing is not None or args.checkpointed_layers is not None
-
-
-def asked_layers(args: TrainConfig, layers: int) -> int | None:
-    """How many of `layers` a configuration checkpoints; None if memory decides. Raises UserError for more than there
-    are."""
-    count = args.checkpointed_layers
-    if count is not None and count > layers:
-        raise UserError(f"checkpointed_layers {count}: the model has {layers}; give at most {layers}")
-    if args.gradient_checkpointing is False:
-        return 0
-    return layers if args.gradient_checkpointing and count is None else count

@@ -9,51 +9,30 @@ import importlib.util
 import inspect
 import logging
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config.fields import Config
 from sfm_dpo.model.attention import PACKED, boundary_arguments
-from sfm_dpo.model.loading import ATTENTION, blocks, has_balancing_loss, load_model_config, meta_model
+from sfm_dpo.model.loading import ATTENTION, blocks, has_balancing_loss
 
 log = logging.getLogger(__name__)
 
 
-def decide_packing(config: Config, model_config: PretrainedConfig) -> tuple[bool, bool]:
-    """Whether policy and reference pack their sequences, and whether pairs share their prompts: as configured, or,
-    where that is unset, if both models and the loss allow it. Raises UserError if they do not allow what is set."""
-    args = config.train
-    models = [meta_model(model_config)]
-    if args.ref_model_name_or_path:
-        models.append(meta_model(load_model_config(config.reference)))
-
-    def choose(name: str, asked: bool | None, obstacles: list[str | None]) -> bool:
-        obstacle = next(filter(None, obstacles), None)
-        if asked and obstacle:
-            raise UserError(f"{name} True: {obstacle}; set {name}: false")
-        if asked is None and obstacle:
-            log.info(f"{name} is off: {obstacle}")
-        return asked is not False and not obstacle
-
-    packed = choose("padding_free", args.padding_free, [why_not_packed(model) for model in models])
-    obstacles = [why_not_shared(model, packed, args.router_aux_loss_coef) for model in models]
-    return packed, choose("prefix_sharing", args.prefix_sharing, obstacles)
-
-
-def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) -> None:
+def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) -> Callable[[], None]:
     """Makes `model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` compute only real tokens.
 
     `model` must have TRL's `add_fused_lm_head`; under PEFT it is the base model. Such a call takes TRL's padded
     `[rows, L]` batch, runs the fused forward on one row `[1, T]` of the T real tokens, and returns TRL's
     `FusedCausalLMOutput` with each per-token field back in `[rows, L - 1]`, zero where the padded path has zero. With
     `prefix_sharing` the row holds the prompt of a pair once (`find_shared`); neither log-probs nor gradients change.
-    `counts`, its numbers of `tokens` and of `computed` tokens, saves the host from waiting for the device. `path`
-    (padded, packed or shared) selects another of the model's paths, to compare them.
-    Raises UserError if sequences in one row would not be independent of each other.
+    `counts`, its numbers of `tokens` and of `computed` tokens, saves the host from waiting for the device.
+    Returns the function that undoes it. Raises UserError if sequences in one row would not be independent of each
+    other.
     """
     if obstacle := why_not_packed(model):
         raise UserError(f"padding_free True: {obstacle}; set padding_free: false")
@@ -65,13 +44,12 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
             net.forward = functools.partial(_run_by_sequence, net.forward)
     hook = model.base_model.register_forward_pre_hook(_add_empty_mask, with_kwargs=True)
     fused_forward = model.forward
-    default = "shared" if prefix_sharing else "packed"
 
     # Set on the instance, as TRL does. It keeps the model's signature, which `generate` inspects
     @functools.wraps(type(model).forward)
-    def packed_forward(self, *args, fused_lm_head=False, path=default, **kwargs):
-        if fused_lm_head and kwargs.get("attention_mask") is not None and path != "padded":
-            return _run_packed(fused_forward, path == "shared", bool(nets), *args, **kwargs)
+    def packed_forward(self, *args, fused_lm_head=False, **kwargs):
+        if fused_lm_head and kwargs.get("attention_mask") is not None:
+            return _run_packed(fused_forward, prefix_sharing, bool(nets), *args, **kwargs)
         kwargs.pop("counts", None)
         return fused_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
 
@@ -84,7 +62,7 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
         for net in nets:
             vars(net).pop("forward", None)
 
-    model.disable_padding_free = disable
+    return disable
 
 
 def _run_packed(fused_forward, prefix_sharing, hybrid, *, input_ids, attention_mask, labels, counts=None, **kwargs):
@@ -185,7 +163,7 @@ def why_not_shared(model: PreTrainedModel, packed: bool, router_aux_loss_coef: f
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
     """Why layers carry state from one sequence into the next, by declared types, transformers' flags and modules; or
-    None. What else cannot be packed raises when it is tried, or differs from the padded path (fit/calibration.py)."""
+    None. What else cannot be packed raises when it is tried, or differs from the padded path (choose_path.py)."""
     config = model.config.get_text_config()
     nets = find_delta_nets(model)
     inside = {module for net in nets for module in net.modules()}

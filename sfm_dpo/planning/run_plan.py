@@ -14,9 +14,9 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths
+from sfm_dpo.memory.asked import read_asked
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, memory_limit
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
-from sfm_dpo.model.packing import decide_packing
 from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, fit_buckets, zero_config
 from sfm_dpo.run.checkpoint import peak_checkpoint_count
 
@@ -67,8 +67,9 @@ class Planner:
         if self.steps <= 0:  # not set
             self.steps = math.ceil(of_epoch * self.args.num_train_epochs)
         self.epochs = self.steps / of_epoch
-        packing = decide_packing(config, model_config)
-        self.memory = MemoryPlanner(config, model_config, self.lengths, gpus, *packing)
+        asked = read_asked(config, model_config)
+        path = (asked.can_pack, asked.can_share)
+        self.memory = MemoryPlanner(config, model_config, asked, self.lengths, gpus, *path)
 
     def plan_launch(self, launch: str) -> dict[str, Any]:
         """Memory on each GPU, the requested setting or the one that a run chooses (the smallest if none fits),

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank, world_size
+from sfm_dpo.common.distributed import broadcast, gather_values, is_main_process, rank, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import hash_file, write_json
 from sfm_dpo.run.folder import EVALUATIONS, read_file
@@ -78,7 +78,7 @@ def why_damaged(checkpoint: Path, pattern: str = "*") -> str | None:
                 damage = f"has a damaged {name} (its checksum differs)"
         except OSError as error:
             damage = f"has an unreadable {name} ({error.strerror})"
-    return next(filter(None, gather(damage)), None)
+    return next(filter(None, gather_values(damage)), None)
 
 
 def _is_mine(name: str) -> bool:
@@ -110,7 +110,7 @@ def mark_complete(folder: Path, facts: dict[str, Any], paths: Iterable[Path] | N
             with path.open("rb") as file:
                 os.fsync(file.fileno())
             mine[name] = (path.stat().st_size, hash_file(path))
-    files = sorted(item for part in gather(mine) for item in part.items())
+    files = sorted(item for part in gather_values(mine) for item in part.items())
     mark = {**facts, "files": {name: size for name, (size, _) in files}}
     mark["xxh3_128"] = {name: checksum for name, (_, checksum) in files}
     if is_main_process():

@@ -6,28 +6,38 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a step is split and computed. The weights do not depend on it, except for rounding."""
+class ForwardPath:
+    """How a batch is computed (calibration/choose_path.py). The weights do not depend on it, except for rounding."""
 
-    micro_batch: int  # pairs per device
-    accumulation_steps: int
+    packed: bool
+    prefix_sharing: bool
+    kernel: str  # of packed attention on a GPU: fa2, fa3 or fa4
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """How much is computed at a time (calibration/choose_micro_batch.py). The weights depend on it by rounding alone,
+    except where the loss compares the pairs of a micro-batch (memory/asked.py)."""
+
+    pairs: int  # per device
     checkpointed_layers: int
-    flash_attention: str = "fa2"  # fa2, fa3 or fa4
-    packed: bool = True
-    prefix_sharing: bool = True
-    memory: dict[str, Any] = field(default_factory=dict)  # memory/planner.py's Candidate, if memory has decided
+
+    def count_accumulation(self, global_batch: int, ranks: int) -> int:
+        """Micro-batches of each rank in an optimizer step."""
+        return global_batch // (self.pairs * ranks)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a start has measured (fit/calibration.py)."""
+    """What a start has measured (calibration/)."""
 
-    # Nats: how far a log-prob differs between batch shapes, the largest mean over calibration.WINDOW tokens
+    # Nats: how far a log-prob differs between batch shapes, the largest mean over choose_path.WINDOW tokens
     noise: float | None = None
     ratios: dict[str, float] = field(default_factory=dict)  # by path and kernel: largest difference over noise
     kernels: dict[str, float] = field(default_factory=dict)  # milliseconds of a micro-batch, if several were compared
     planned_bytes: int | None = None  # of the largest micro-batch and the states of training, on each device
     measured_bytes: int | None = None
+    smaller: str | None = None  # options that take less memory; empty: none do; None: memory decided nothing
     milliseconds: float | None = None  # of an average micro-batch
     hours: float | None = None  # of training, without communication, evaluation and saves
     reference_hours: float | None = None
@@ -48,8 +58,8 @@ class RunFacts:
     template_date: str | None = None  # which the chat template prints as today's
     order: list[str] = field(default_factory=list)  # hash of each epoch's order of the pairs
     order_version: int = 0
-    is_balanced: bool = False  # a mixture of experts whose balancing loss depends on the micro-batch
-    settings: Settings | None = None
+    path: ForwardPath | None = None  # None until it is chosen
+    micro_batch: MicroBatch | None = None
     calibration: Calibration = field(default_factory=Calibration)
     reference: dict[str, Any] = field(default_factory=dict)  # by split: key of its reference cache, and its parts
 
@@ -60,10 +70,24 @@ class RunFacts:
     @classmethod
     def of(cls, recorded: dict[str, Any]) -> Self:
         """The facts in data.json or complete.json, of this version or another."""
+        recorded = recorded | _read_settings(recorded.get("settings"), recorded.get("calibration"))
+        parts = {"path": ForwardPath, "micro_batch": MicroBatch, "calibration": Calibration}
+        read = {name: read_record(kind, recorded.get(name)) for name, kind in parts.items()}
         facts = read_record(cls, recorded) or cls()
-        settings = read_record(Settings, recorded.get("settings"))
-        calibration = read_record(Calibration, recorded.get("calibration"))
-        return dataclasses.replace(facts, settings=settings, calibration=calibration or Calibration())
+        return dataclasses.replace(facts, **read | {"calibration": read["calibration"] or Calibration()})
+
+
+def _read_settings(settings: Any, calibration: Any) -> dict[str, Any]:
+    """Path, micro-batch and calibration in the form of today, from the `settings` that version 0.3 recorded."""
+    if not isinstance(settings, dict):
+        return {}
+    memory = settings.get("memory") or {}
+    evidence = {"smaller": memory.get("smaller") or "", "planned_bytes": memory.get("bytes")} if memory else {}
+    return {
+        "path": settings | {"kernel": settings.get("flash_attention")},
+        "micro_batch": settings | {"pairs": settings.get("micro_batch")},
+        "calibration": evidence | {k: v for k, v in (calibration or {}).items() if v is not None},
+    }
 
 
 def read_record(kind: Any, recorded: Any) -> Any:

@@ -61,6 +61,9 @@ class Before:
         raise UserError(f"{self.checkpoint}: {difference}; {remedy}")
 
 
+NEW = Before()
+
+
 def find_difference(was: RunFacts, now: RunFacts) -> str | None:
     """What of a run does not allow it to continue another one; None if nothing."""
     for name, difference in _DIFFERENCES.items():
@@ -70,19 +73,16 @@ def find_difference(was: RunFacts, now: RunFacts) -> str | None:
     for name, identity in now.models.items():
         if (one := was.models.get(name, identity)) != identity:
             return f"{name}: the model has changed since it was written ({one}, now {identity})"
-    if now.is_balanced and was.settings and now.settings and was.settings.micro_batch != now.settings.micro_batch:
-        pairs = f"{was.settings.micro_batch} pairs per device, this run has {now.settings.micro_batch}"
-        return f"was written with {pairs}: another balancing loss"
     return None
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a start does: it trains from `before`, or only does the `open` steps of its end, or nothing."""
+    """What a start does: it trains from `before`, or only does the `steps` of its end that are open, or nothing."""
 
     trains: bool
-    open: list[str] = field(default_factory=list)
-    before: Before = Before()
+    steps: list[str] = field(default_factory=list)
+    before: Before = NEW
 
 
 def choose_start(config: "Config") -> Start:

@@ -5,6 +5,8 @@ import logging
 import re
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import OutOfMemory
 from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.run.checkpoint import stop_requested
-from sfm_dpo.run.facts import Settings
 from sfm_dpo.run.folder import LOG, State, write_status
 from sfm_dpo.run.reader import eval_prefix
 
@@ -46,8 +47,15 @@ class Progress(TrainerCallback):
         self.inputs: dict[str, Any] = {}  # TRL's tensors [2B, L] of the current micro-batch
         self.saving: Path | None = None  # the checkpoint that is being written
 
-    def begin_micro_batch(self, phase: str, step: int, inputs: dict[str, Any]) -> None:
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Names what is computed, until an error or the end."""
+        before = self.phase
         self.phase = phase
+        yield
+        self.phase = before
+
+    def begin_micro_batch(self, step: int, inputs: dict[str, Any]) -> None:
         self.step = step
         self.inputs = inputs
         self.advance()
@@ -60,7 +68,11 @@ class Progress(TrainerCallback):
         self.step = state.global_step
         self.advance()
 
-    on_save = on_evaluate = on_train_begin = on_step_end
+    on_save = on_evaluate = on_step_end
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.phase = "training"
+        self.on_step_end(args, state, control)
 
 
 # Messages of torch on CUDA and on CPU, of CUDA's libraries, and of the operating system
@@ -78,8 +90,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(SIGNS.search(str(error)))
 
 
-def explain_out_of_memory(error: BaseException, progress: Progress, settings: Settings | None) -> OutOfMemory | None:
-    """One line that says what did not fit and what would; None for any other error. `settings`: the run's, so far."""
+def explain_out_of_memory(error: BaseException, progress: Progress, smaller: str | None) -> OutOfMemory | None:
+    """One line that says what did not fit and what would; None for any other error. `smaller`: of `Calibration`."""
     if not is_out_of_memory(error):
         return None
     traceback.clear_frames(error.__traceback__)  # they hold the activations; the report needs memory
@@ -87,8 +99,7 @@ def explain_out_of_memory(error: BaseException, progress: Progress, settings: Se
     remedies = [REMEDIES[progress.phase]] if progress.phase in REMEDIES else []
     if progress.phase == "training":
         what += f", step {progress.step + 1}"
-        if settings and settings.memory:
-            smaller = settings.memory.get("smaller")
+        if smaller is not None:
             remedies = [f"use the next smaller setting: {smaller}"] if smaller else []
     if progress.inputs:
         mask = progress.inputs["attention_mask"].cpu()

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerState
@@ -14,6 +14,9 @@ from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.model.loading import checkpoint_layers
 from sfm_dpo.run.checkpoint import mark_complete, rotate_run
 
+if TYPE_CHECKING:
+    from sfm_dpo.train.trainer import SFMDPOTrainer
+
 log = logging.getLogger(__name__)
 
 
@@ -21,7 +24,7 @@ class CheckpointCallback(TrainerCallback):
     """Marks a checkpoint as complete once all ranks have written their part, then deletes the oldest checkpoints.
     Transformers would delete while ranks still write, and would count a checkpoint that a kill left incomplete."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: "SFMDPOTrainer"):
         self.trainer = trainer
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -43,7 +46,7 @@ class CheckpointCallback(TrainerCallback):
 # Upstream: transformers 5.24, trainer.py, Trainer._load_optimizer_and_scheduler: restores learning rate, weight decay
 # and betas of the run that wrote the checkpoint; deepspeed 0.19, runtime/zero/stage_1_and_2.py, load_state_dict: also
 # its clipping. Canary: test_canary_learning_rate_of_a_resumed_run
-def apply_configuration(trainer: Any) -> None:
+def apply_configuration(trainer: "SFMDPOTrainer") -> None:
     """Gives the loaded optimizer and schedule the values of this run's configuration; where they are those of the run
     that wrote the checkpoint, nothing changes."""
     optimizer = trainer.optimizer
@@ -64,7 +67,7 @@ class ResumeCallback(TrainerCallback):
     """Sets what Transformers 5.24 does not: the epoch's order, the count of tokens, which layers are checkpointed, and
     the steps between logs, evaluations and saves."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: "SFMDPOTrainer"):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -81,7 +84,9 @@ class ResumeCallback(TrainerCallback):
             if isinstance(callback, ExportableState):
                 saved = state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
                 vars(callback).update(saved["attributes"])
-        checkpoint_layers(self.trainer.bare_model(), self.trainer.settings.checkpointed_layers)
+        micro_batch = self.trainer.facts.micro_batch
+        assert micro_batch
+        checkpoint_layers(self.trainer.bare_model(), micro_batch.checkpointed_layers)
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         sampler = self.trainer.train_sampler

@@ -8,18 +8,22 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather as gather_tensors
 from transformers import TrainerCallback
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.statistics import ALLOWED
 from sfm_dpo.config.checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.packing import find_shared
+from sfm_dpo.run.facts import ForwardPath
 
-ALLOWED = 4  # times what rounding explains, as in fit/calibration.py
+if TYPE_CHECKING:
+    from sfm_dpo.train.trainer import SFMDPOTrainer
+
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # of a sum of log-probs, relative, between two computations of it
 
 
@@ -60,13 +64,14 @@ def share_above(a: torch.Tensor, b: torch.Tensor, tie: torch.Tensor | float = 0.
 
 
 def step_0_tolerance(completion_mask: torch.Tensor, scale: torch.Tensor, beta: float, noise: float) -> torch.Tensor:
-    """[B]: largest |margin| / 2 allowed at policy = reference, four standard deviations of rounding. The masks [2B, L]
-    and `loss_scale` [2B] are those of the responses; `noise`: of a log-prob, in nats (fit/calibration.py)."""
+    """[B]: what rounding explains of |margin| / 2 at policy = reference, as four standard deviations; `check_step_0`
+    allows ALLOWED times that. The masks [2B, L] and `loss_scale` [2B] are those of the responses; `noise`: of a
+    log-prob, in nats (calibration/choose_path.py)."""
     chosen, rejected = (completion_mask.sum(dim=1) / scale**2).chunk(2)
     return 2 * beta * noise * (chosen + rejected).sqrt() + 1e-6
 
 
-def check_loss(trainer, loss: torch.Tensor) -> None:
+def check_loss(trainer: "SFMDPOTrainer", loss: torch.Tensor) -> None:
     """Raises UserError if the first loss is not finite on any rank."""
     if trainer.accelerator.gather(loss.detach().isfinite()).all().item():
         return
@@ -76,7 +81,13 @@ def check_loss(trainer, loss: torch.Tensor) -> None:
     raise UserError(f"step 0: the loss is not finite with {given}; change one of these fields")
 
 
-def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_logps) -> None:
+def check_step_0(
+    trainer: "SFMDPOTrainer",
+    model: Any,
+    inputs: dict[str, torch.Tensor],
+    logps: torch.Tensor,
+    ref_logps: torch.Tensor,
+) -> None:
     """Checks that the loss is ln 2 at policy = reference; otherwise training would optimise something else. Raises
     UserError with the cause, found by computing the micro-batch `inputs` again with `model`."""
     accelerator = trainer.accelerator
@@ -172,8 +183,7 @@ class CountingCollator:
     collate: Callable[[list[dict]], dict[str, Any]]
     forward_flops: ForwardFlops
     reference_in_step: bool
-    packed: bool
-    prefix_sharing: bool
+    path: ForwardPath | None = None  # None: padded
 
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
         batch = self.collate(rows)
@@ -187,7 +197,7 @@ class CountingCollator:
         """Counts of a micro-batch; all [2B, L], chosen rows first: the masks are of tokens and of trained tokens."""
         lengths = mask.sum(dim=1)
         shared = torch.zeros_like(lengths)
-        if self.prefix_sharing:
+        if self.path and self.path.prefix_sharing:
             shared = find_shared(ids, mask, completion == 1).sum(dim=1)
         responses = int(completion.sum())
         computed = int((lengths - shared).sum())
@@ -198,7 +208,7 @@ class CountingCollator:
             "pairs": len(mask) // 2,
             "tokens": int(lengths.sum()),
             "computed": computed,  # a shared prompt counts once
-            "grid": computed if self.packed else mask.numel(),  # including padding
+            "grid": computed if self.path and self.path.packed else mask.numel(),  # including padding
             "flops": flops,
         }
 
@@ -220,10 +230,11 @@ class Meter(TrainerCallback):
         self.seconds += now - self._mark
         self._mark = now
 
-    def on_train_begin(self, *args, **kwargs) -> None:
+    def skip_time(self, *args: Any, **kwargs: Any) -> None:
+        """Does not count the seconds since the last step."""
         self._mark = time.monotonic()
 
-    on_evaluate = on_save = on_train_begin
+    on_train_begin = on_evaluate = on_save = skip_time
 
     def metrics(self, totals: dict[str, float], world_size: int) -> dict[str, float]:
         """The metrics perf/* from the counts summed over ranks; resets the meter."""

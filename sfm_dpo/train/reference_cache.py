@@ -27,18 +27,26 @@ from datasets.config import HF_CACHE_HOME
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from sfm_dpo.common.distributed import gather, is_main_process, main_process_first, on_main_process, rank, world_size
+from sfm_dpo.common.distributed import (
+    gather_values,
+    is_main_process,
+    main_process_first,
+    on_main_process,
+    rank,
+    world_size,
+)
 from sfm_dpo.common.errors import DiskFull, StopRequested, UserError, user_input
 from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.data.lengths import Lengths
+from sfm_dpo.data.pairs import Pairs
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import hash_tokens
 from sfm_dpo.model.loading import hash_config, identify_model
 from sfm_dpo.run.checkpoint import stop_requested
-from sfm_dpo.run.facts import RunFacts
+from sfm_dpo.run.facts import ForwardPath
 from sfm_dpo.run.folder import State, write_status
 from sfm_dpo.run.lock import Lease, describe_owner, read_owner
-from sfm_dpo.train.frozen_model import frozen_model
+from sfm_dpo.train.base_model import BaseModel
 
 BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # per batch, including padding; the same for all jobs of a cache
 COMPILATION = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
@@ -52,27 +60,28 @@ SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, a kill lose
 log = logging.getLogger(__name__)
 
 
-def add_reference(trainer: Any) -> RunFacts:
-    """Adds the columns ref_chosen_logps and ref_rejected_logps to the trainer's data, and their caches to its facts,
-    which it returns. All ranks must call it before training, when the policy is still the base model, even in a
-    resumed run. Raises StopRequested, DiskFull, and UserError for a log-prob that is not finite."""
-    if not trainer.config.train.precompute_ref_log_probs:
-        return trainer.facts
+def add_reference(base: BaseModel, path: ForwardPath, pairs: Pairs) -> tuple[Pairs, dict[str, Any]]:
+    """The pairs with the columns ref_chosen_logps and ref_rejected_logps, and by split the key of its cache with the
+    key's parts. All ranks must call it. Raises StopRequested, DiskFull, and UserError for a log-prob that is not
+    finite."""
+    args = base.config.train
+    if not args.precompute_ref_log_probs:
+        return pairs, {}
     caches = {}
-    splits = {"train": trainer.train_dataset} if trainer.train_dataset else {}  # evaluate.py has none
-    splits |= trainer.eval_dataset or {}
-    with frozen_model(trainer, "reference") as reference:
-        key = describe_key(trainer, reference.model)
-        shards = 0
+    splits = dict(pairs.splits)
+    shards = 0
+    with base.computing(path), base.progress.during("the reference's forward"):
+        key = describe_key(base, path)
         for name, dataset in splits.items():
-            lengths = Lengths.of(dataset).truncate(trainer.args.max_length).computed(trainer.prefix_sharing)
-            batch_tokens = BATCH_TOKENS[trainer.accelerator.device.type] // (1 if trainer.packed else 2)
-            if pairs := trainer.args.precompute_ref_batch_size:
-                batch_tokens = pairs * int(lengths.max(initial=1))
+            lengths = Lengths.of(dataset).truncate(args.max_length).computed(path.prefix_sharing)
+            batch_tokens = BATCH_TOKENS[base.device.type] // (1 if path.packed else 2)
+            if size := args.precompute_ref_batch_size:
+                batch_tokens = size * int(lengths.max(initial=1))
             cache = ReferenceCache(cache_folder(dataset, key), lengths, batch_tokens)
-            report = report_progress(trainer, name, cache, shards)
+            report = report_progress(base, name, cache, shards)
+            score = functools.partial(base.score, dataset, by_reference=True)
             try:
-                logps = cached_logps(name, cache, functools.partial(reference.score, dataset), report)
+                logps = cached_logps(name, cache, score, report)
             except NotFinite as error:
                 pair = dataset[error.status["pair"]]
                 remedy = "remove that row, or use another dtype"
@@ -81,37 +90,32 @@ def add_reference(trainer: Any) -> RunFacts:
             caches[name] = {"key": cache.folder.name} | {part: str(key[part]) for part in key}
             columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
             splits[name] = concatenate_datasets([dataset, columns], axis=1)
-    trainer.train_dataset = splits.pop("train", None)
-    if splits:
-        trainer.eval_dataset = splits
-    trainer.facts = dataclasses.replace(trainer.facts, reference=caches)
-    return trainer.facts
+    return dataclasses.replace(pairs, splits=splits), caches
 
 
 class NotFinite(UserError):
     """A log-prob of the reference is NaN or infinite: that of the pair at position `status["pair"]` of the data."""
 
 
-def describe_key(trainer: Any, model: Any) -> dict[str, Any]:
-    """What changes the log-probs that `model` gives the same tokens, for `cache_folder`. All ranks must call it."""
-    args = trainer.config.train
-    bare = trainer.bare_model()
-    if args.ref_model_name_or_path:
-        bare = trainer.accelerator.unwrap_model(model)
-    precision = trainer.accelerator.mixed_precision
+def describe_key(base: BaseModel, path: ForwardPath) -> dict[str, Any]:
+    """What changes the log-probs that the reference gives the same tokens, for `cache_folder`. All ranks must call
+    it, while it computes by `path`."""
+    args = base.config.train
+    bare = base.unwrapped_reference()
+    precision = base.precision
     if precision != "no":  # in 16 bit, precision depends on the launcher
-        regime = "FSDP2" if trainer.is_fsdp_enabled else "autocast"
-        precision = f"{precision}, {'DeepSpeed' if trainer.zero_stage else regime}"
+        regime = "FSDP2" if base.is_fsdp else "autocast"
+        precision = f"{precision}, {'DeepSpeed' if base.zero_stage else regime}"
     return {
-        "model": identify_model(trainer.config.parts[-1]),
+        "model": identify_model(base.config.parts[-1]),
         "model_init_kwargs": args.model_init_kwargs,
         "config": hash_config(bare.config),
-        "device": trainer.accelerator.device.type,
-        "dtype": next(model.parameters()).dtype,
+        "device": base.device.type,
+        "dtype": next(base.reference.parameters()).dtype,
         "precision": precision,
         "attention": bare.config._attn_implementation,
-        "kernel": trainer.attention_kernel(bare) if trainer.packed else None,
-        "prefix_sharing": trainer.prefix_sharing,
+        "kernel": base.attention_kernel(bare) if path.packed else None,
+        "prefix_sharing": path.prefix_sharing,
         "compilation": {name: getattr(args, name) for name in COMPILATION},
         "max_length": args.max_length,
         "truncation_mode": args.truncation_mode,
@@ -140,15 +144,15 @@ def make_cache_folder(folder: Path) -> None:
             raise PermissionError(errno.EACCES, "cannot be written", str(folder))
 
 
-def report_progress(trainer: Any, name: str, cache: "ReferenceCache", earlier_shards: int) -> Report:
+def report_progress(base: BaseModel, name: str, cache: "ReferenceCache", earlier_shards: int) -> Report:
     """A function that logs the reference pass of a split, and raises StopRequested if the run is asked to stop."""
     began = time.monotonic()
     reported = began
-    output_dir = trainer.args.output_dir
+    output_dir = base.config.train.output_dir
 
     def report(done: int, total: int, owner: str) -> None:
         nonlocal began, reported
-        trainer.progress.advance()
+        base.progress.advance()
         now = time.monotonic()
         if not done:  # another job computes
             began = now
@@ -242,7 +246,7 @@ class ReferenceCache:
         for start in range(0, len(work), world_size()):
             turn = work[start : start + world_size()]
             _, mine = turn[min(rank(), len(turn) - 1)]  # ranks without a batch repeat the last one
-            results = gather(score(mine).float().cpu().numpy())
+            results = gather_values(score(mine).float().cpu().numpy())
             for (number, rows), logps in zip(turn, results, strict=False):
                 parts[number].append(logps)
                 left -= int(self.lengths[rows].sum())

@@ -10,7 +10,9 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,18 +23,17 @@ from accelerate import DistributedType
 from accelerate.utils import is_peft_model, load_fsdp_model, release_memory
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer, get_peft_config
 from trl.trainer import dpo_trainer
 
 from sfm_dpo.common.distributed import (
-    gather,
+    gather_values,
     is_main_process,
     launched_with,
     on_main_process,
     set_zero_timeout,
-    zero_stage,
 )
 from sfm_dpo.common.errors import GuardStopped, UserError, user_input
 from sfm_dpo.common.files import follow_umask
@@ -40,26 +41,24 @@ from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
 from sfm_dpo.config.checks import HELD_OUT, main_loss
 from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
-from sfm_dpo.data.tokenization import hash_tokens
-from sfm_dpo.memory.planner import asked_layers, asked_pairs
+from sfm_dpo.data.pairs import Pairs
+from sfm_dpo.data.sampler import PairSampler
+from sfm_dpo.memory.asked import Asked
 from sfm_dpo.model.attention import activate_flash, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import (
     FOLDER,
     compile_layers,
     disable_noise,
-    has_balancing_loss,
-    identify_model,
     load_model,
     load_model_config,
     meta_adapter,
     meta_model,
 )
-from sfm_dpo.model.packing import decide_packing, enable_padding_free, find_delta_nets, has_delta_net_kernels
+from sfm_dpo.model.packing import enable_padding_free, find_delta_nets, has_delta_net_kernels
 from sfm_dpo.model.sharding import fit_buckets, keep_precision, local_shard, prepare_blocks, use_fsdp_on_cpu
 from sfm_dpo.run.checkpoint import COMPLETE, keep_before
-from sfm_dpo.run.facts import RunFacts, Settings
+from sfm_dpo.run.facts import ForwardPath, RunFacts
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, ResumeCallback
 from sfm_dpo.train.metrics import (
@@ -80,18 +79,20 @@ log = logging.getLogger(__name__)
 class SFMDPOTrainer(DPOTrainer):
     """TRL's DPOTrainer on the columns of data/tokenization.py, for one process, DDP, ZeRO-2, ZeRO-3 and FSDP2.
 
-    With `precompute_ref_log_probs`, `add_reference` (reference_cache.py) must add the reference's columns before
-    training. Raises UserError for a model that cannot be loaded or packed.
+    After construction it is changed by `apply` alone, once, before training. Raises UserError for a model that cannot
+    be loaded.
 
     Args:
         config: kept unchanged; `self.args` is a copy of its arguments for TRL (`arguments_for_trl`).
-        facts: by default those that the configuration gives (`state_facts`); `self.facts` is the record of this run.
+        asked: what the configuration asks for (memory/asked.py).
         kwargs: those of DPOTrainer.
     """
 
     model: Any
     model_wrapped: Any
     data_collator: Any
+    train_dataset: Any
+    eval_dataset: Any  # by name
     loss_weights: list[Any]
     ref_model: Any  # a separate reference model, while there is one
     accelerator: Any
@@ -99,17 +100,12 @@ class SFMDPOTrainer(DPOTrainer):
     aux_loss_enabled: bool
     eval_sums: MetricSums  # of the current evaluation
 
-    def __init__(
-        self,
-        config: Config,
-        facts: RunFacts | None = None,
-        *,
-        progress: Progress | None = None,
-        **kwargs: Any,
-    ):
+    def __init__(self, config: Config, asked: Asked, *, progress: Progress | None = None, **kwargs: Any):
         args = config.train
         self.config = config
-        self.facts = facts or state_facts(config, kwargs["train_dataset"])
+        self.facts = RunFacts()  # until `apply`
+        self.path: ForwardPath | None = None  # by which policy and reference compute; None: their own padded forward
+        self.undo_packing: list[Callable[[], None]] = []
         self.progress = progress or Progress()
         self.train_sums = MetricSums()  # since the last log
         self.num_tokens = 0
@@ -125,22 +121,22 @@ class SFMDPOTrainer(DPOTrainer):
             super().__init__(
                 ref_model=load_reference(config, options["peft_config"] is not None),
                 model=load_configured_model(config),
-                args=arguments_for_trl(args, self.settings),
+                args=arguments_for_trl(args, asked),
                 callbacks=[CheckpointCallback(self), ResumeCallback(self)],
                 **options,
             )
         self.zero_stage = self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
-        # Nats, of a log-prob, until calibration has measured it
-        self.noise = TYPICAL_LOGIT * LOGP_ROUNDING[self.accelerator.mixed_precision]
         self.precompute_ref_logps = True  # tells TRL that each batch holds the reference's sums, see _compute_loss
         self.chosen_tokens = count_trained(self.train_dataset, args.max_length)[:, 0].mean()  # until a step begins
-        self.configured_weights = args.loss_weights or [1.0] * len(args.loss_type)
         self.meter = Meter()
         flops = ForwardFlops.of(self.bare_model())
-        live = not args.precompute_ref_log_probs
-        self.data_collator = CountingCollator(self.data_collator, flops, live, self.packed, self.prefix_sharing)
-        self.use(self.settings)
-        self._pack_and_compile()
+        self.data_collator = CountingCollator(self.data_collator, flops, not args.precompute_ref_log_probs)
+        for model in self._bare_models() if args.disable_dropout else ():
+            disable_noise(model)
+        if args.torch_compile:
+            log.info("torch_compile: layers are compiled in their first forward and backward")
+            for model in self._bare_models():
+                compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
         self.add_callback(self.meter)
         self.add_callback(self.progress)
 
@@ -150,9 +146,9 @@ class SFMDPOTrainer(DPOTrainer):
         plugin = self.accelerator.state.deepspeed_plugin
         if plugin:
             set_zero_timeout(self.args.ddp_timeout)
-        gather = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-        if plugin and plugin.zero_stage == 3 and not plugin.get_value(gather, False):
-            raise UserError(f"DeepSpeed configuration: {gather} must be true; otherwise only shards would be saved")
+        field = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+        if plugin and plugin.zero_stage == 3 and not plugin.get_value(field, False):
+            raise UserError(f"DeepSpeed configuration: {field} must be true; otherwise only shards would be saved")
         self.is_fsdp_enabled = self.accelerator.distributed_type == DistributedType.FSDP
         if self.is_fsdp_enabled:
             keep_precision(self.accelerator.state.fsdp_plugin)
@@ -166,22 +162,7 @@ class SFMDPOTrainer(DPOTrainer):
     # rate; keeps nothing of a killed pass; fails with two ranks on in-memory data, for which each rank has its own
     # cache folder. Canary: test_canary_precompute_ref_logps
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        return dataset  # `add_reference` (train/reference_cache.py) runs after construction
-
-    def _pack_and_compile(self) -> None:
-        """Packs and compiles policy and reference, as configured, after TRL has given them their fused LM head."""
-        args = self.config.train
-        for model in self._bare_models() if args.disable_dropout else ():
-            disable_noise(model)
-        if args.torch_compile:
-            log.info("torch_compile: layers are compiled in their first forward and backward")
-        try:
-            for model in self._bare_models() if self.packed else ():
-                enable_padding_free(model, self.prefix_sharing)
-        except Exception as error:  # of a model whose attention cannot be exchanged
-            self.drop_path("padding_free", str(error).partition("\n")[0])
-        for model in self._bare_models() if args.torch_compile else ():
-            compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
+        return dataset  # `add_reference` (reference_cache.py) runs before `apply`
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = super().create_optimizer(*args, **kwargs)
@@ -193,45 +174,60 @@ class SFMDPOTrainer(DPOTrainer):
 
     @property
     def packed(self) -> bool:
-        return self.settings.packed
+        return self.path is not None and self.path.packed
 
     @property
-    def prefix_sharing(self) -> bool:
-        return self.settings.prefix_sharing
+    def noise(self) -> float:
+        """Of a log-prob, in nats: as measured, or what rounding gives a typical logit."""
+        typical = TYPICAL_LOGIT * LOGP_ROUNDING[self.accelerator.mixed_precision]
+        return self.facts.calibration.noise or typical
 
-    @property
-    def settings(self) -> Settings:
-        assert self.facts.settings
-        return self.facts.settings
-
-    def use(self, settings: Settings) -> None:
-        """Sets the pairs per device, the checkpointed layers and the kernel, before training begins."""
-        self.facts = dataclasses.replace(self.facts, settings=settings)
-        set_settings(self.args, settings, self.config.train)
-        self._train_batch_size = settings.micro_batch
+    def apply(self, facts: RunFacts, pairs: Pairs) -> None:
+        """Takes the path and the micro-batch of `facts`, and the pairs with the reference's log-probs; frees a
+        separate reference that is not needed any more."""
+        assert facts.path and facts.micro_batch
+        self.facts = facts
+        self.train_dataset = pairs.train
+        self.eval_dataset = pairs.held_out() or None
+        self._take_path(facts.path)
+        size = facts.micro_batch.pairs
+        batch = self.config.train.global_batch_size
+        accumulation = facts.micro_batch.count_accumulation(batch, self.accelerator.num_processes)
+        set_micro_batch(self.args, self.config.train, size, accumulation, facts.micro_batch.checkpointed_layers > 0)
+        self._train_batch_size = size
         if self.is_deepspeed_enabled:  # its "auto" values are numbers by now
-            batch = settings.micro_batch, settings.accumulation_steps, self.config.train.global_batch_size
             names = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
-            self.args.deepspeed_plugin.deepspeed_config.update(zip(names, batch, strict=True))
-        self._get_train_sampler()
-        self.data_collator.packed = settings.packed
-        self.data_collator.prefix_sharing = settings.prefix_sharing
-        if self.packed and not self.config.train.use_cpu:
-            activate_flash(settings.flash_attention)
+            values = zip(names, (size, accumulation, batch), strict=True)
+            self.args.deepspeed_plugin.deepspeed_config.update(values)
+        if self.config.train.precompute_ref_log_probs:
+            self.ref_model = None
+        self.accelerator.free_memory()  # accelerate also keeps a reference that it prepared,
+        release_memory()  # and collects garbage before it drops that one
 
-    def drop_path(self, field: str, reason: str) -> None:
-        """Turns off `field`, padding_free or prefix_sharing, for policy and reference, before training begins. Raises
-        UserError if it is set."""
-        if getattr(self.config.train, field):
-            raise UserError(f"{field} True: {reason}; set {field}: false")
-        log.info(f"{field} is off: {reason}")
-        packed = self.packed and field == "prefix_sharing"
+    @contextmanager
+    def computing(self, path: ForwardPath | None) -> Iterator[None]:
+        """Policy and reference compute by `path`, for this time. Raises an error of any kind for a model whose
+        attention cannot be exchanged, and UserError for a kernel that cannot be activated."""
+        before = self.path
+        try:
+            self._take_path(path)
+            yield
+        finally:
+            self._take_path(before)
+
+    def _take_path(self, path: ForwardPath | None) -> None:
+        if path == self.path:
+            return
+        for undo in self.undo_packing:
+            undo()
+        self.undo_packing = []
+        self.path = self.data_collator.path = path
+        if path is None or not path.packed:
+            return
         for model in self._bare_models():
-            if disable := getattr(model, "disable_padding_free", None):
-                disable()
-            if packed:
-                enable_padding_free(model)
-        self.use(dataclasses.replace(self.settings, packed=packed, prefix_sharing=False))
+            self.undo_packing.append(enable_padding_free(model, path.prefix_sharing))
+        if not self.config.train.use_cpu:
+            activate_flash(path.kernel)
 
     def _bare_models(self) -> list[Any]:
         """Policy and reference, without wrappers."""
@@ -251,10 +247,6 @@ class SFMDPOTrainer(DPOTrainer):
         if find_delta_nets(model):
             kernel += f", gated delta nets by {'fla' if has_delta_net_kernels() else 'transformers'}"
         return kernel
-
-    def load_batch(self, dataset: Dataset, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """TRL's batch of these rows, [2B, L] with chosen sequences first, on the device."""
-        return self._prepare_inputs(self.data_collator([dataset[int(row)] for row in rows]))
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.compute_ref_log_probs: computes under autocast, unlike the
     # policy under FSDP2, so in 16 bit the loss does not start at ln 2. Canary: test_canary_compute_ref_log_probs
@@ -276,20 +268,14 @@ class SFMDPOTrainer(DPOTrainer):
             for layer in layers:
                 layer.gradient_checkpointing = True
 
-    def release_reference(self) -> None:
-        """Frees a separate reference model whose log-probs are cached."""
-        if self.config.train.precompute_ref_log_probs:
-            self.ref_model = None
-        self.accelerator.free_memory()  # accelerate also keeps a reference that it prepared,
-        release_memory()  # and collects garbage before it drops that one
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self.release_reference()
-        return super().train(*args, **kwargs)
-
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PairSampler:
         """Replaces Transformers' batch_rebalance, whose micro-batches hold unequal numbers of pairs."""
-        self.train_sampler = build_sampler(self.train_dataset, self.config.train, self.settings)
+        assert self.path
+        lengths = Lengths.of(self.train_dataset).truncate(self.args.max_length)
+        pairs = self.args.per_device_train_batch_size
+        self.train_sampler = PairSampler.of(
+            lengths, self.config.train, pairs, self.path.packed, self.path.prefix_sharing
+        )
         return self.train_sampler
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -305,16 +291,11 @@ class SFMDPOTrainer(DPOTrainer):
     # Canary: test_canary_prepare_input
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Called for each micro-batch, including those of evaluation, preflight and reference pass."""
-        counts = inputs["counts"]
-        phase = "evaluation"
-        if not self.is_in_train and not self.state.global_step:
-            phase = "the reference's forward"
-        elif self.model.training:
-            phase = "training"
-            self.meter.add(counts)
+        if self.model.training:
+            self.meter.add(inputs["counts"])
         if not self.packed:  # only the packed forward takes them
             inputs = {name: value for name, value in inputs.items() if name != "counts"}
-        self.progress.begin_micro_batch(phase, self.state.global_step, inputs)
+        self.progress.begin_micro_batch(self.state.global_step, inputs)
         tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
         exact = {name: value.to(self.args.device) for name, value in tensors.items() if value.is_floating_point()}
         return super()._prepare_inputs(inputs) | exact
@@ -324,7 +305,6 @@ class SFMDPOTrainer(DPOTrainer):
         if not self.config.train.precompute_ref_log_probs:  # else they are columns of the data
             chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             inputs = inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        self._weigh_sft(inputs["completion_mask"])
         ref_logps = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
         forwards = []
 
@@ -344,28 +324,21 @@ class SFMDPOTrainer(DPOTrainer):
         self._record(loss, inputs["completion_mask"], logps, ref_logps, forwards[0])
         return result
 
-    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: gathers 15 metrics of each micro-batch, for
-    # which the host waits for the GPU and for other ranks. Canary: test_canary_gathered_metrics
     def trl_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> Any:
         """TRL's loss, without its metrics."""
-        accelerator = self.accelerator
-        gather = dict.fromkeys(("gather", "gather_for_metrics"), lambda values: torch.zeros(()))  # on the CPU
-        self.accelerator = SimpleNamespace(device=accelerator.device, **gather)
-        try:
-            return super()._compute_loss(model, inputs, return_outputs)
-        finally:
-            self.accelerator = accelerator
-            self._metrics["train" if self.model.training else "eval"].clear()
+        view = LossView(self, self._weigh_losses(inputs["completion_mask"]))
+        return DPOTrainer._compute_loss(view, model, inputs, return_outputs)
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: the term sft is the mean over the tokens of
     # a micro-batch, so a response's weight depends on the others in it. Canary: test_canary_sft_weight
-    def _weigh_sft(self, completion_mask: torch.Tensor) -> None:
-        """Makes the term sft the mean over the chosen tokens of the global batch, or of a held-out set."""
+    def _weigh_losses(self, completion_mask: torch.Tensor) -> list[Any]:
+        """The weights of the losses, for which the term sft becomes the mean over the chosen tokens of the global
+        batch, or of a held-out set."""
         if "sft" not in self.loss_types:
-            return
+            return self.loss_weights
         share = count_chosen(completion_mask) / self.chosen_tokens
-        weighted = zip(self.loss_types, self.configured_weights, strict=True)
-        self.loss_weights = [weight * share if loss == "sft" else weight for loss, weight in weighted]
+        weighted = zip(self.loss_types, self.loss_weights, strict=True)
+        return [weight * share if loss == "sft" else weight for loss, weight in weighted]
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: logs rewards/* as sums over tokens even
     # if the loss uses means, and means of micro-batch means. Canary: test_canary_compute_loss
@@ -429,7 +402,8 @@ class SFMDPOTrainer(DPOTrainer):
         dataset: Any = dataloader.dataset
         self.eval_sums = MetricSums(len(self._eval_rows(dataset)))
         self.chosen_tokens = count_trained(dataset, self.args.max_length)[:, 0].mean()
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        with self.progress.during("evaluation"):
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         for name, value in self.eval_sums.reduce().items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
@@ -440,7 +414,7 @@ class SFMDPOTrainer(DPOTrainer):
         is_finite = torch.stack([shard.isfinite().all() for shard in shards if shard.numel()]).all().item()
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
         what = "the loss" if losses and not math.isfinite(losses[-1]) else None
-        if not all(gather(is_finite)):
+        if not all(gather_values(is_finite)):
             what = "a weight"
         if not what:
             return
@@ -501,23 +475,43 @@ class SFMDPOTrainer(DPOTrainer):
         """Does nothing: TRL would write a card with every checkpoint; report/model_card.py writes one at the end."""
 
 
-def set_settings(args: TrainConfig, settings: Settings, configured: TrainConfig) -> None:
-    """Sets the fields of TRL's arguments that follow from the settings; the others are recorded as `configured`."""
-    args.per_device_train_batch_size = settings.micro_batch
-    args.gradient_accumulation_steps = settings.accumulation_steps
+# Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: gathers 15 metrics of each micro-batch, for
+# which the host waits for the GPU and for other ranks. Canary: test_canary_gathered_metrics
+class LossView:
+    """A trainer as TRL's loss reads it, with an accelerator that gathers nothing and metrics that nobody reads."""
+
+    def __init__(self, trainer: SFMDPOTrainer, loss_weights: list[Any]):
+        self._trainer = trainer
+        gather = dict.fromkeys(("gather", "gather_for_metrics"), lambda values: torch.zeros(()))  # on the CPU
+        self.accelerator = SimpleNamespace(device=trainer.accelerator.device, **gather)
+        self._metrics: dict[str, Any] = {mode: defaultdict(list) for mode in ("train", "eval")}
+        self.loss_weights = loss_weights
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+def set_micro_batch(
+    args: TrainConfig, configured: TrainConfig, pairs: int, accumulation: int, checkpoints: bool
+) -> None:
+    """Sets the fields of TRL's arguments that follow from the micro-batch; the others are recorded as `configured`."""
+    args.per_device_train_batch_size = pairs
+    args.gradient_accumulation_steps = accumulation
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     batch = {name: getattr(args, name) for name in names}
     args.to_dict = functools.partial(dict, configured.to_dict() | batch)  # trackers such as W&B record it
-    args.gradient_checkpointing = settings.checkpointed_layers > 0
-    args.activation_checkpointing = settings.checkpointed_layers > 0
+    args.gradient_checkpointing = checkpoints
+    args.activation_checkpointing = checkpoints
 
 
-def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
-    """A copy of the arguments with the settings of this run, which makes TRL and Transformers leave to this package
-    what it does itself. Callbacks read the fields that differ from the configuration, not from this copy."""
+def arguments_for_trl(args: TrainConfig, asked: Asked) -> TrainConfig:
+    """A copy of the arguments, which makes TRL and Transformers leave to this package what it does itself. Where
+    memory decides, it has the smallest micro-batch and checkpointing, which constructors prepare, until `apply`.
+    Callbacks read the fields that differ from the configuration, not from this copy."""
     derived = copy.copy(args)
     derived.deepspeed_plugin = copy.copy(args.deepspeed_plugin)  # Trainer fills its "auto" values
-    set_settings(derived, settings, args)
+    pairs = asked.pairs or 1
+    set_micro_batch(derived, args, pairs, args.global_batch_size // (pairs * args.world_size), asked.layers != 0)
     derived.logging_nan_inf_filter = False  # it would log a NaN loss as 0
     derived.model_init_kwargs = None  # TRL warns that it ignores them; see load_model
     derived.push_to_hub = False  # hub/upload.py
@@ -541,48 +535,6 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
         copying["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
     derived.accelerator_config = dataclasses.replace(args.accelerator_config, **copying)
     return derived
-
-
-def configured_settings(config: Config, model_config: PretrainedConfig) -> Settings:
-    """The settings that a configuration asks for; where it leaves the choice to memory, those that need the least."""
-    args = config.train
-    packed, prefix_sharing = decide_packing(config, model_config)
-    layers = model_config.get_text_config().num_hidden_layers
-    micro_batch = asked_pairs(args) or 1
-    checkpointed = asked_layers(args, layers)
-    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)].supports_gradient_checkpointing:
-        if checkpointed:
-            raise UserError(f"gradient_checkpointing True: {model_config.model_type} has none; remove the field")
-        checkpointed = 0
-    return Settings(
-        micro_batch,
-        args.global_batch_size // (micro_batch * args.world_size),
-        layers if checkpointed is None else checkpointed,
-        "fa2" if args.flash_attention == "auto" else args.flash_attention,
-        packed,
-        prefix_sharing,
-    )
-
-
-def state_facts(config: Config, tokens: Dataset) -> RunFacts:
-    """What is known of a run on these tokenised pairs before its model is loaded. All ranks must call it. Raises
-    UserError for a configuration that its model or its number of pairs does not allow."""
-    args = config.train
-    model_config = load_model_config(config)
-    settings = configured_settings(config, model_config)
-    sampler = build_sampler(tokens, args, settings)
-    launch = "FSDP2" if launched_with() == "fsdp" else "whole weights"
-    stage = zero_stage()
-    return RunFacts(
-        models={part.model_field: identify_model(part) for part in config.parts},
-        world_size=args.world_size,
-        launch=f"ZeRO-{stage}" if stage else launch,
-        train_tokens=hash_tokens(tokens),
-        order=[sampler.fingerprint(epoch) for epoch in range(sampler.epochs)],
-        order_version=ORDER_VERSION,
-        is_balanced=has_balancing_loss(args.router_aux_loss_coef, model_config),
-        settings=settings,
-    )
 
 
 def fit_deepspeed_buckets(config: Config) -> None:
@@ -625,9 +577,3 @@ def load_reference(config: Config, has_adapter: bool) -> PreTrainedModel | None:
     # FSDP2 splits the policy only when training begins, so even a cached reference needs its own model
     needs_reference = not config.train.precompute_ref_log_probs or launched_with() == "fsdp"
     return load_configured_model(config, is_reference=True) if needs_reference and not has_adapter else None
-
-
-def build_sampler(dataset: Dataset, args: TrainConfig, settings: Settings) -> PairSampler:
-    """The order in which a run trains on tokenised pairs. Raises UserError for fewer pairs than a global batch."""
-    lengths = Lengths.of(dataset).truncate(args.max_length)
-    return PairSampler.of(lengths, args, settings.micro_batch, settings.packed, settings.prefix_sharing)

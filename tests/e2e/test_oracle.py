@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from sfm_dpo.config.fields import parse_config
+from sfm_dpo.data.lengths import Lengths
+from sfm_dpo.data.sampler import PairSampler
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
-from sfm_dpo.run.facts import Settings
-from sfm_dpo.train.trainer import build_sampler
 from tests.e2e.runs import Place, make_place
 from tests.oracle import trained_logps
 from tests.toolbox import as_options, logged, pairs, with_tool
@@ -122,7 +122,8 @@ def oracle(place: Place, fields: dict[str, Any]) -> Expected:
     """Metrics of each training step, then of the two held-out evaluations; and the weights at the end."""
     config = parse_config(as_options(place.values("nowhere", per_device_train_batch_size=2, **fields)), world_size=1)
     split = load_token_pairs(config, load_tokenizer(config))
-    steps = build_sampler(split.train, config.train, Settings(2, 4, 0, "fa2")).steps(0)[:STEPS]
+    lengths = Lengths.of(split.train).truncate(config.train.max_length)
+    steps = PairSampler.of(lengths, config.train).steps(0)[:STEPS]
     policy = AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float64)
     reference = copy.deepcopy(policy)
     if folder := fields.get("ref_model_name_or_path"):

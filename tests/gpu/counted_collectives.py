@@ -34,10 +34,10 @@ def count_step(argv: list[str], counts: Counter, mode: TorchDispatchMode) -> tup
     seen: dict[int, Counter] = {}  # at the first micro-batch of each step: all so far
     begin = Progress.begin_micro_batch
 
-    def begin_micro_batch(self, phase, step, inputs):
-        if phase == "training":
+    def begin_micro_batch(self, step, inputs):
+        if self.phase == "training":
             seen.setdefault(step, counts.copy())
-        begin(self, phase, step, inputs)
+        begin(self, step, inputs)
 
     Progress.begin_micro_batch = begin_micro_batch
     with mode:

@@ -114,4 +114,4 @@ def test_a_setting_that_runs_out_of_memory_is_replaced_by_a_smaller_one(run):
     assert "measured: more than there is of 0.07 GiB" in log
     data = json.loads((folder / "data.json").read_text())
     assert data["calibration"]["measured_bytes"] < 45 << 20
-    assert data["settings"]["micro_batch"] < 8 or data["settings"]["checkpointed_layers"]
+    assert data["micro_batch"]["pairs"] < 8 or data["micro_batch"]["checkpointed_layers"]

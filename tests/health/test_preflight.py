@@ -13,11 +13,13 @@ from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.tokenization import tokenize_pairs
 from sfm_dpo.health.preflight import count_wrong_rope_layers, inspect_tokens, run_preflight
 from sfm_dpo.health.preflight_rules import compute_pair_figures, exact, judge_base_model
-from sfm_dpo.train.frozen_model import frozen_model
+from sfm_dpo.run.facts import ForwardPath
+from sfm_dpo.train.base_model import base_model
+from sfm_dpo.train.reference_cache import add_reference
 from tests.oracle import by_hand
 from tests.tiny_models import tiny_config, tiny_tokenizer
 from tests.toolbox import on_cpu, pairs, user, with_tool
-from tests.train.test_trainer import make_trainer
+from tests.train.test_trainer import build_trainer
 from tests.train.test_trainer import pairs as toy_pairs
 
 # A failed project's pairs; of the lengths only the means per token are known (5.2 and 0.8 nats)
@@ -124,10 +126,12 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
         for row in rows:
             row["prompt"] = [user(row["prompt"])]
             row |= {side: with_tool(side, "7", row[side]) for side in ("chosen", "rejected")}
-    trainer = make_trainer(folder, tmp_path / "run", *cli, data=Dataset.from_list(rows))
+    trainer, asked, pairs = build_trainer(folder, tmp_path / "run", *cli, data=Dataset.from_list(rows))
     before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
-    with frozen_model(trainer, "policy") as policy:
-        result = run_preflight(trainer, policy, trainer.config)
+    path = ForwardPath(asked.can_pack, asked.can_share, "fa2")
+    with base_model(trainer) as base:
+        pairs, _ = add_reference(base, path, pairs)
+        result = run_preflight(base, trainer.config, pairs.train, trainer.processing_class, 4)
     logps = by_hand(folder, list(trainer.train_dataset))
     chosen = logps["chosen_sum"]
     rejected = logps["rejected_sum"]

@@ -14,8 +14,8 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
+from sfm_dpo.memory.asked import read_asked
 from sfm_dpo.memory.planner import MemoryPlanner
-from sfm_dpo.model.packing import decide_packing
 from tests.tiny_models import tiny_config
 
 RESPONSES = np.exp(np.random.default_rng(0).normal(5, 1, (2, 1024))).astype(np.int64).clip(4, 4000)
@@ -30,8 +30,9 @@ def configuration(*fields: str):
 def plan_memory(config, **overrides) -> MemoryPlanner:
     model_config = tiny_config("gpt_neox", num_hidden_layers=8, **overrides)
     dtype = torch.bfloat16 if overrides else torch.float32
-    packing = decide_packing(config, model_config)
-    return MemoryPlanner(config, model_config, LENGTHS, 4, *packing, dtype, on_gpu=bool(overrides))
+    asked = read_asked(config, model_config)
+    packing = (asked.can_pack, asked.can_share)
+    return MemoryPlanner(config, model_config, asked, LENGTHS, 4, *packing, dtype, on_gpu=bool(overrides))
 
 
 @functools.cache
@@ -45,6 +46,7 @@ def choose(planner: MemoryPlanner, limit: float, *fields: str, failed=()):
     """The candidate under other fields, without the options of the next smaller one."""
     other = copy.copy(planner)
     other.config = configuration(*fields)
+    other.asked = read_asked(other.config, planner.model_config)
     return dataclasses.replace(other.choose(limit, 0, failed=failed), smaller=None)
 
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from sfm_dpo.config.fields import parse_config
+from sfm_dpo.memory.asked import read_asked
 from sfm_dpo.memory.planner import MemoryPlanner
 from sfm_dpo.model.sharding import fit_buckets, zero_config
 from tests.e2e.runs import make_place
@@ -22,7 +23,8 @@ def test_buckets_of_a_lora_run_are_planned_and_as_large_as_its_gradients(tmp_pat
     place.start_together(calls, 2, by="tests.memory.zero_buffers:train")
 
     shape = AutoConfig.from_pretrained(place.model)
-    planner = MemoryPlanner(parse_config(argv), shape, None, 2, True, True, torch.bfloat16)
+    config = parse_config(argv)
+    planner = MemoryPlanner(config, shape, read_asked(config, shape), None, 2, True, True, torch.bfloat16)
     fitted = fit_buckets(zero_config("zero2"), planner.adapter)
     assert fitted["reduce_bucket_size"] == planner.trained
     for name, zero in (("full", zero_config("zero2")), ("fitted", fitted)):

@@ -11,6 +11,7 @@ from sfm_dpo.model.flops import ForwardFlops, count_experts
 from sfm_dpo.model.loading import meta_model
 from sfm_dpo.model.packing import find_shared, why_not_packed, why_not_shared
 from sfm_dpo.train import metrics as metrics_module
+from sfm_dpo.run.facts import ForwardPath
 from sfm_dpo.train.metrics import CountingCollator, Meter, MetricSums
 from tests.tiny_models import tiny_model
 
@@ -73,7 +74,8 @@ def test_experts_count_as_far_as_they_are_active_by_each_name(kind):
 
 
 def collator(reference_in_step: bool, packed: bool, prefix_sharing: bool) -> CountingCollator:
-    return CountingCollator(dict, ForwardFlops(1, 0, ((None, 1),)), reference_in_step, packed, prefix_sharing)
+    path = ForwardPath(packed, prefix_sharing, "fa2")
+    return CountingCollator(dict, ForwardFlops(1, 0, ((None, 1),)), reference_in_step, path)
 
 
 @pytest.mark.parametrize(("packed", "fraction"), [(False, 0.25), (True, 0.0)])

@@ -8,7 +8,7 @@ import pytest
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run.checkpoint import COMPLETE, newest_checkpoint, rotate, step_of, why_incomplete
-from sfm_dpo.run.facts import RunFacts, Settings
+from sfm_dpo.run.facts import Calibration, ForwardPath, MicroBatch, RunFacts
 from sfm_dpo.run.folder import describe
 from sfm_dpo.run.start import Before, Start, choose_start, judge_folder
 from tests.run.test_checkpoint import names, write_checkpoint
@@ -70,18 +70,31 @@ def test_a_start_trains_or_does_the_open_steps_or_refuses(folder, options, expec
         ("world_size", 4, "was written by 2 process(es), but this run has 4; restore that setting, "),
         ("train_tokens", "xyz", "the data have changed since it was written"),
         ("order_version", 3, "another order of pairs (1, now 3)"),
-        ("settings", Settings(4, 2, 0), "was written with 2 pairs per device, this run has 4: another balancing loss"),
         ("launch", "FSDP2", "was written with launch DDP or one process, but this run uses FSDP2"),
     ],
 )
 def test_a_run_resumes_only_with_what_wrote_the_checkpoint(tmp_path, fact, now, message):
     facts = {"launch": "whole weights", "world_size": 2, "train_tokens": "abc", "order_version": 1}
-    facts |= {"models": {"model_name_or_path": "hash-1"}, "is_balanced": True, "settings": Settings(2, 4, 0)}
+    facts |= {"models": {"model_name_or_path": "hash-1"}}
     before = Before(tmp_path, RunFacts(**facts))
     before.check(RunFacts(**facts))
     before.check(RunFacts())  # what is not known is not compared
     with pytest.raises(UserError, match=rf"^{tmp_path}: .*{re.escape(message)}"):
         before.check(RunFacts(**facts | {fact: now}))
+
+
+def test_the_facts_of_version_0_3_are_read():
+    """As its complete.json records them, without the parts that have not changed."""
+    memory = {"per_device": 4, "checkpointed_layers": 2, "layers": 3, "tokens": 512, "activations": 9, "bytes": 77}
+    settings = {"micro_batch": 4, "accumulation_steps": 2, "checkpointed_layers": 2, "flash_attention": "fa4"}
+    settings |= {"packed": True, "prefix_sharing": False, "memory": memory | {"work": 1.2, "smaller": None}}
+    calibration = {"noise": 1e-5, "ratios": {"packed": 0.5}, "planned_bytes": None, "measured_bytes": None}
+    facts = RunFacts.of({"step": 2, "world_size": 2, "settings": settings, "calibration": calibration})
+    assert (facts.path, facts.micro_batch) == (ForwardPath(True, False, "fa4"), MicroBatch(4, 2))
+    assert facts.calibration == Calibration(1e-5, {"packed": 0.5}, planned_bytes=77, smaller="")
+    as_asked = RunFacts.of({"settings": settings | {"memory": {}}})
+    assert as_asked.micro_batch == MicroBatch(4, 2) and as_asked.calibration.smaller is None
+    assert RunFacts.of(facts.as_dict()) == facts and RunFacts.of({}) == RunFacts()
 
 
 def start_from(run: Path, *options) -> Path | None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import train_dpo
 from sfm_dpo.run.folder import read_file
 from sfm_dpo.train import reference_cache
-from sfm_dpo.train.frozen_model import FrozenModel
+from sfm_dpo.train.base_model import BaseModel
 from tests.e2e.test_oracle import measure
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import error_line, on_cpu, pairs
@@ -71,13 +71,13 @@ def test_the_key_is_that_of_the_reference(tiny_folder, tmp_path, cache, other):
 
 def test_a_cached_reference_is_gone_when_training_begins(tiny_folder, tmp_path, other, monkeypatch):
     seen = []
-    scored = FrozenModel.score
+    scored = BaseModel.score
 
-    def look(self, dataset, rows):
-        seen.append(weakref.ref(self.model))
-        return scored(self, dataset, rows)
+    def look(self, dataset, rows, by_reference=False):
+        seen.append(weakref.ref(self.reference))
+        return scored(self, dataset, rows, by_reference)
 
-    monkeypatch.setattr(FrozenModel, "score", look)
+    monkeypatch.setattr(BaseModel, "score", look)
     gc.disable()
     make_trainer(tiny_folder("llama"), tmp_path, other, CACHED)
     gc.enable()

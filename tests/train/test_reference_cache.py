@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.train import reference_cache
-from sfm_dpo.train.frozen_model import FrozenModel
+from sfm_dpo.train.base_model import BaseModel
 from tests.tiny_models import tiny_model
 from tests.toolbox import as_options, edit
 from tests.train.test_trainer import make_trainer, pairs
@@ -210,7 +210,7 @@ def test_damaged_shards_are_computed_again_and_stale_ones_caught_at_step_0(tiny_
 
 
 def test_a_pair_without_a_finite_reference_is_named(tiny_folder, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(FrozenModel, "score", lambda self, data, rows: torch.full((len(rows), 2), torch.nan))
+    monkeypatch.setattr(BaseModel, "score", lambda self, data, rows, **by: torch.full((len(rows), 2), torch.nan))
     origins = {"source": ["p.jsonl"] * 8, "row": list(range(1, 9))}
     data = concatenate_datasets([pairs(), Dataset.from_dict(origins)], axis=1)
     with pytest.raises(UserError, match=r"^p.jsonl: row 3: the reference's log-probs .* not finite; remove that row"):

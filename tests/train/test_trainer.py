@@ -14,8 +14,13 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.lengths import Lengths
+from sfm_dpo.data.pairs import Pairs
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
+from sfm_dpo.memory.asked import Asked, read_asked
+from sfm_dpo.model.loading import blocks, load_model_config
 from sfm_dpo.model.packing import find_shared
+from sfm_dpo.run.facts import ForwardPath, MicroBatch, RunFacts
+from sfm_dpo.train.base_model import base_model
 from sfm_dpo.train.metrics import MetricSums, loss_scale, share_above, step_0_tolerance
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
@@ -30,14 +35,28 @@ def pairs(n: int = 8) -> Dataset:
     return Dataset.from_list([row | {"rejected": " nope" * (1 + i)} for i, row in enumerate(rows)])
 
 
-def make_trainer(folder, output_dir, *cli: str, peft=None, data: Dataset | None = None) -> SFMDPOTrainer:
+def build_trainer(
+    folder, output_dir, *cli: str, peft=None, data: Dataset | None = None
+) -> tuple[SFMDPOTrainer, Asked, Pairs]:
+    """A trainer that nothing has been applied to, what it was asked for, and its pairs."""
     argv = f"--model_name_or_path={folder} --dataset_name=x --output_dir={output_dir} --use_cpu --global_batch_size=4"
     argv += " --per_device_train_batch_size=4 --max_length=128 --learning_rate=1e-3 --logging_steps=1"
     config = parse_config([*argv.split(), "--save_strategy=no", *as_options(PLAIN), *cli])
     tokenizer = load_tokenizer(config)
     tokens, _ = tokenize_pairs(data or pairs(), tokenizer, config.train.max_length)
-    trainer = SFMDPOTrainer(config, train_dataset=tokens, processing_class=tokenizer, peft_config=peft)
-    add_reference(trainer)
+    asked = read_asked(config, load_model_config(config))
+    trainer = SFMDPOTrainer(config, asked, train_dataset=tokens, processing_class=tokenizer, peft_config=peft)
+    return trainer, asked, Pairs({"train": tokens}, ["x"], len(tokens), [])
+
+
+def make_trainer(folder, output_dir, *cli: str, peft=None, data: Dataset | None = None) -> SFMDPOTrainer:
+    """A trainer that is ready to train, by the path that is tried first."""
+    trainer, asked, pairs = build_trainer(folder, output_dir, *cli, peft=peft, data=data)
+    path = ForwardPath(asked.can_pack, asked.can_share, asked.kernel or "fa2")
+    with base_model(trainer) as base:
+        pairs, caches = add_reference(base, path, pairs)
+        layers = len(blocks(base.unwrapped())) if asked.layers is None else asked.layers
+    trainer.apply(RunFacts(path=path, micro_batch=MicroBatch(asked.pairs or 1, layers), reference=caches), pairs)
     return trainer
 
 
@@ -61,26 +80,26 @@ def one_batch(trainer):
 
 def test_prefix_sharing_is_on_where_the_model_can(tiny_folder, tmp_path):
     trainer = make_trainer(tiny_folder("olmo3"), tmp_path, "--padding_free=true")
-    assert trainer.prefix_sharing and trainer._precompute_model_hash is None  # test_canary_hash_module
+    assert trainer.path.prefix_sharing and trainer._precompute_model_hash is None  # test_canary_hash_module
     one_batch(trainer)
     counts = trainer.meter.counts
     assert counts["computed"] == counts["grid"] < counts["tokens"]
     for cli in (["--padding_free=false"], ["--padding_free=true", "--prefix_sharing=false"]):
-        assert not make_trainer(tiny_folder("olmo3"), tmp_path, *cli).prefix_sharing
+        assert not make_trainer(tiny_folder("olmo3"), tmp_path, *cli).path.prefix_sharing
 
 
 def test_a_loss_over_the_tokens_of_a_micro_batch(tiny_folder, tmp_path, caplog):
     """The balancing loss would count the tokens of a shared prompt once, and depends on the pairs per device."""
     caplog.set_level("INFO", "sfm_dpo")
     trainer = make_trainer(tiny_folder("olmoe"), tmp_path, "--padding_free=true")
-    assert not trainer.prefix_sharing and trainer.facts.is_balanced
+    assert not trainer.path.prefix_sharing
     assert "prefix_sharing is off: router_aux_loss_coef: that loss counts" in caplog.text
     message = r"^prefix_sharing True: router_aux_loss_coef: .*; set prefix_sharing: false$"
     with pytest.raises(UserError, match=message):
         make_trainer(tiny_folder("olmoe"), tmp_path, "--padding_free=true", "--prefix_sharing=true")
     off = "--padding_free=true", "--prefix_sharing=true", "--router_aux_loss_coef=0"
     trainer = make_trainer(tiny_folder("olmoe"), tmp_path, *off)
-    assert trainer.prefix_sharing and not trainer.facts.is_balanced
+    assert trainer.path.prefix_sharing
 
 
 def test_the_length_column_is_what_is_computed(tiny_folder, tmp_path):

@@ -17,21 +17,22 @@ from datasets import Dataset
 from peft import LoraConfig
 
 import train_dpo
+from sfm_dpo.calibration.choose_micro_batch import calibrate
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
-from sfm_dpo.fit.fit import fit
 from sfm_dpo.memory.activations import trace_activations
+from sfm_dpo.memory.asked import Asked
 from sfm_dpo.model import packing
 from sfm_dpo.run.checkpoint import STOP
-from sfm_dpo.run.facts import Settings
 from sfm_dpo.run.folder import LOG, RESOLVED_CONFIG, describe, read_file
-from sfm_dpo.run.start import Before, choose_start
+from sfm_dpo.run.start import NEW, choose_start
+from sfm_dpo.train.base_model import base_model
 from sfm_dpo.train.callbacks import NEW_RUN, REMEDIES, Progress, explain_out_of_memory
 from sfm_dpo.train.trainer import arguments_for_trl
 from tests.e2e.runs import make_place
 from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
 from tests.toolbox import as_options, error_line, in_grid, logged, on_cpu, pairs
-from tests.train.test_trainer import make_trainer
+from tests.train.test_trainer import build_trainer, make_trainer
 
 CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.02 GiB is"
 ADAPTER = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
@@ -49,10 +50,10 @@ def train(tiny_folder, write_rows, tmp_path, monkeypatch):
     """A function: name of a run and fields -> (exit code, losses, its folder)."""
     monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=2**29))  # or it grows by runs
 
-    def measure_as_planned(trainer, model, candidate, absent, resident):
+    def measure_as_planned(base, tokens, planner, candidate, absent, resident):
         return absent + resident + candidate.activations, candidate.activations
 
-    monkeypatch.setattr("sfm_dpo.fit.calibration.measure_memory", measure_as_planned)
+    monkeypatch.setattr("sfm_dpo.calibration.choose_micro_batch.measure_memory", measure_as_planned)
     monkeypatch.setattr("sfm_dpo.memory.planner.trace_activations", lambda config, *given: trace_once(*given))
     model = tiny_folder("olmo3")
     data = write_rows("pairs.jsonl", pairs(32))
@@ -73,7 +74,7 @@ def test_checkpointing_kwargs_that_are_given_are_kept():
     config = parse_config([*options, '--gradient_checkpointing_kwargs={"offload": true}'])
     shown = config.as_dict()
     assert shown["gradient_checkpointing_kwargs"] == {"offload": True} and shown["gradient_checkpointing"] is None
-    for_trl = arguments_for_trl(config.train, Settings(8, 16, 3))
+    for_trl = arguments_for_trl(config.train, Asked(8, 3, None, None, None, True, True))
     assert for_trl.activation_checkpointing_kwargs["offload"] is True
 
 
@@ -89,26 +90,27 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked
             (run / STOP).touch()
         code, losses, _ = train("run", **fit, memory_gib=gib)
         assert code == (75 if stop else 0)
-        return read_file(run / "data.json")["settings"]["memory"], losses
+        facts = read_file(run / "data.json")
+        return facts["micro_batch"] | {"bytes": facts["calibration"]["measured_bytes"]}, losses
 
     chosen, _ = resume(64, stop=True)
-    assert (chosen["per_device"], chosen["checkpointed_layers"]) == (8, 0)
+    assert (chosen["pairs"], chosen["checkpointed_layers"]) == (8, 0)
     asked = read_file(run / RESOLVED_CONFIG)
     assert asked["flash_attention"] == "auto"
     assert asked["per_device_train_batch_size"] is None and asked["gradient_checkpointing"] is None
     less = (chosen["bytes"] - 1) / 2**30
     smaller, _ = resume(less, stop=True)
-    assert smaller["bytes"] <= less * 2**30 and smaller["per_device"] in (1, 2, 4, 8)
+    assert smaller["bytes"] <= less * 2**30 and smaller["pairs"] in (1, 2, 4, 8)
     newest = run / "checkpoint-2/complete.json"
     facts = read_file(newest)
-    assert facts["settings"]["flash_attention"] == "fa2"
-    facts["settings"]["flash_attention"] = "fa4"  # as was measured then
+    assert facts["path"]["kernel"] == "fa2"
+    facts["path"]["kernel"] = "fa4"  # as was measured then
     facts["calibration"] |= {"from_a_later_version": 1, "ratios": None}
     newest.write_text(json.dumps(facts))
     kept, resumed = resume(64, stop=False)
-    both = ("per_device", "checkpointed_layers")
+    both = ("pairs", "checkpointed_layers")
     assert [kept[name] for name in both] == [smaller[name] for name in both] != [8, 0]
-    assert read_file(run / "data.json")["settings"]["flash_attention"] == "fa4"
+    assert read_file(run / "data.json")["path"]["kernel"] == "fa4"
     code, losses, _ = train("uninterrupted", **fit, memory_gib=64)
     assert code == 0 and resumed == pytest.approx(losses, abs=1e-5)
     code, _, _ = train("other", **fit, memory_gib=0.0001)
@@ -130,9 +132,10 @@ def test_a_micro_batch_that_does_not_fit_is_a_line_that_names_a_smaller_setting(
     smaller = shlex.split(re.search(r"; use the next smaller setting: (--per_device[^;]*);", line)[1])
     fields = {name.removeprefix("--"): value for name, value in zip(smaller[::2], smaller[1::2], strict=True)}
     code, _, _ = train("large", **fields)
-    settings = read_file(run / "data.json")["settings"]
-    assert code == 0 and settings["micro_batch"] == int(fields["per_device_train_batch_size"])
-    assert settings["checkpointed_layers"] == int(fields["checkpointed_layers"]) and not settings["memory"]
+    facts = read_file(run / "data.json")
+    assert code == 0 and facts["micro_batch"]["pairs"] == int(fields["per_device_train_batch_size"])
+    assert facts["micro_batch"]["checkpointed_layers"] == int(fields["checkpointed_layers"])
+    assert facts["calibration"]["smaller"] is None
 
 
 def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
@@ -164,13 +167,13 @@ def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
 )
 def test_errors_that_are_out_of_memory(error, line):
     progress = Progress()
-    progress.begin_micro_batch("training", 7, {})
+    progress.phase = "training"
+    progress.begin_micro_batch(7, {})
     end = explain_out_of_memory(error, progress, None)
     assert (end is None) == (line is None)
     if end:
         assert (end.exit_code, end.state) == (2, "failed") and line in str(end)
-        smallest = Settings(8, 1, 0, memory={"smaller": None})
-        assert NEW_RUN in str(explain_out_of_memory(error, progress, smallest))
+        assert NEW_RUN in str(explain_out_of_memory(error, progress, ""))
 
 
 @pytest.mark.parametrize("phase", [*REMEDIES, "loading"])
@@ -179,7 +182,8 @@ def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_pat
     describe(parse_config(fields))
     (tmp_path / LOG).write_text('{"step": 1, "loss": 0.7}')
     progress = Progress()
-    progress.begin_micro_batch(phase, 7, {})
+    progress.phase = phase
+    progress.begin_micro_batch(7, {})
     here, _, elsewhere = str(explain_out_of_memory(MemoryError(), progress, None)).partition("in a new output_dir, ")
     options = {"gradient_checkpointing: true": ["--gradient_checkpointing", "true"]}
     options |= {name: [f"--{name}", "1"] for name in re.findall(r"\w+_batch_size", here)}
@@ -215,9 +219,10 @@ def leak_one_key(monkeypatch, rows: int = 1000):
 
 
 def calibrated(folder, output_dir, *cli: str, **options):
-    trainer = make_trainer(folder, output_dir, "--padding_free=true", *cli, **options)
+    trainer, asked, pairs = build_trainer(folder, output_dir, "--padding_free=true", *cli, **options)
     random = torch.get_rng_state()
-    result = fit(trainer, Before()).calibration
+    with base_model(trainer) as base:
+        result = calibrate(base, pairs.train, asked, NEW)[2]
     assert torch.equal(torch.get_rng_state(), random) and result.hours > 0
     assert all(p.grad is None for p in trainer.model.parameters())
     return result
@@ -246,11 +251,12 @@ def test_a_difference_that_a_second_pair_does_not_show_is_no_fault(tiny_folder, 
 
 
 def test_a_gradient_that_is_not_finite_names_the_kernels_of_a_hybrid_model(tiny_folder, tmp_path, monkeypatch):
-    trainer = make_trainer(tiny_folder("olmo_hybrid"), tmp_path, "--padding_free=false")
-    monkeypatch.setattr("sfm_dpo.fit.calibration.has_delta_net_kernels", lambda: True)
+    trainer, asked, pairs = build_trainer(tiny_folder("olmo_hybrid"), tmp_path, "--padding_free=false")
+    monkeypatch.setattr("sfm_dpo.calibration.choose_path.has_delta_net_kernels", lambda: True)
     trainer.model.lm_head.weight.register_hook(lambda gradient: gradient * math.nan)
-    with pytest.raises(UserError, match=r"gradient.* are not finite; .*: pip uninstall flash-linear-attention"):
-        fit(trainer, Before())
+    message = r"gradient.* are not finite; .*: pip uninstall flash-linear-attention"
+    with base_model(trainer) as base, pytest.raises(UserError, match=message):
+        calibrate(base, pairs.train, asked, NEW)
 
 
 def test_a_shared_prompt_whose_keys_are_wrong_stops_the_start(tiny_folder, tmp_path, monkeypatch):
@@ -339,8 +345,6 @@ def test_where_one_rank_has_less_memory_all_take_a_smaller_setting(together):
     less = together["first"]
     again = together["again"]
     data, expected = (read_file(run / "data.json") for run in (less, again))
-    memory = data["settings"]["memory"]
-    assert (memory["per_device"], memory["checkpointed_layers"]) != (4, 0)
-    assert data["settings"]["micro_batch"] == expected["settings"]["micro_batch"] == memory["per_device"]
+    assert data["micro_batch"] == expected["micro_batch"] != {"pairs": 4, "checkpointed_layers": 0}
     assert data["calibration"]["measured_bytes"] > data["calibration"]["planned_bytes"] / 2
     assert weights(less) == weights(again) and logged(less) == logged(again)

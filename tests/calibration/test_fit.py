@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from sfm_dpo.calibration import choose_micro_batch
+from sfm_dpo.calibration.choose_micro_batch import AIM, ROUNDS, MemoryPlan, find_setting
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.process import available_memory
-from sfm_dpo.fit import calibration
-from sfm_dpo.fit.fit import AIM, ROUNDS, MemoryPlan, find_setting
 from tests.memory.test_planner import configuration, plan_memory
 
 GIB = 2**30
@@ -26,15 +26,14 @@ def find(planner, monkeypatch, limit: int, states: int, ratio) -> tuple[object, 
     that were tried."""
     tried = []
 
-    def measure(trainer, model, candidate, absent, resident):
+    def measure(base, tokens, planner, candidate, absent, resident):
         activations = ratio(len(tried)) * candidate.activations
         tried.append(candidate)
         return states + activations, activations
 
-    monkeypatch.setattr(calibration, "measure_memory", measure)
-    config = SimpleNamespace(train=SimpleNamespace(precompute_ref_log_probs=True))
-    trainer = SimpleNamespace(ref_model=None, config=config)
-    return find_setting(trainer, None, MemoryPlan(planner, states, 0, limit), states), tried
+    monkeypatch.setattr(choose_micro_batch, "measure_memory", measure)
+    base = SimpleNamespace(freed_bytes=lambda: 0)
+    return find_setting(base, None, MemoryPlan(planner, states, 0, limit), states), tried
 
 
 @pytest.mark.parametrize("ratio", [0.45, 0.9, 1.0, 1.03, 1.3, 2.2])
