@@ -9,6 +9,7 @@ import math
 import os
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,30 +98,32 @@ def choose_micro_batch(
     speed. `resident`: bytes that each process took before. All ranks must call it. Raises UserError if none fits, and
     KernelError for a kernel that nobody has asked for."""
     args = base.config.train
+    is_measured = not (base.is_sharded or args.preflight_only)
     plan = plan_memory(base, tokens, path, asked, resident)
-    with base.computing(path):
-        if plan is None:
-            assert asked.pairs and asked.layers is not None
-            micro_batch = MicroBatch(asked.pairs, asked.layers)
-            found = Calibration()
-        elif base.is_sharded or args.preflight_only:
-            candidate = plan.planner.choose(plan.limit, plan.states)
-            if candidate.bytes > plan.limit and not args.preflight_only:
-                plan.refuse(candidate)
-            log.info(f"planned, not measured: {candidate}")
-            micro_batch = MicroBatch(candidate.per_device, candidate.checkpointed_layers)
-            return micro_batch, Calibration(planned_bytes=candidate.bytes, smaller=candidate.smaller or "")
-        else:
+    found = Calibration()
+    if plan is None:
+        assert asked.pairs and asked.layers is not None
+        micro_batch = MicroBatch(asked.pairs, asked.layers)
+    else:
+        candidate = plan.planner.choose(plan.limit, plan.states)
+        size = None
+        if is_measured:
             try:
-                candidate = find_setting(base, tokens, plan, resident)
+                with base.computing(path):
+                    candidate, size = find_setting(plan, partial(measure_memory, base, tokens, plan))
             except Exception as error:  # of a kernel, on rows longer than those compared; the same on all ranks
                 if isinstance(error, RunEnd) or asked.kernel or path.kernel == "fa2":
                     raise
                 raise KernelError(f"{path.kernel} fails: {str(error)[:300]}") from error
-            micro_batch = MicroBatch(candidate.per_device, candidate.checkpointed_layers)
-            planned = plan.states + candidate.activations
-            found = Calibration(planned_bytes=planned, measured_bytes=candidate.bytes, smaller=candidate.smaller or "")
-        if not (base.is_sharded or args.preflight_only):
+        elif candidate.bytes > plan.limit and not args.preflight_only:
+            plan.refuse(candidate)
+        else:
+            log.info(f"planned, not measured: {candidate}")
+        micro_batch = MicroBatch(candidate.per_device, candidate.checkpointed_layers)
+        planned = plan.states + candidate.activations
+        found = Calibration(planned_bytes=planned, measured_bytes=size, smaller=candidate.smaller or "")
+    if is_measured:
+        with base.computing(path):
             found = replace(found, **measure_speed(base, tokens, path, micro_batch))
     return micro_batch, found
 
@@ -131,7 +134,7 @@ class MemoryPlan:
 
     planner: MemoryPlanner
     states: int  # bytes of weights, gradients, optimizer and buffers, on a CPU also of the process
-    absent: int  # of these, bytes that training will allocate
+    absent: int  # of these, bytes that training will allocate beyond what it frees
     limit: int  # bytes that each process may use
 
     def refuse(self, smallest: Candidate) -> NoReturn:
@@ -174,9 +177,9 @@ def plan_memory(base: BaseModel, tokens: Dataset, path: ForwardPath, asked: Aske
         zero = args.deepspeed_plugin.deepspeed_config["zero_optimization"]
     parts = planner.states(launch, zero)
     absent = parts["gradients"] + parts["optimizer"] + parts["buffers"]
-    states = sum(parts.values())
-    if args.use_cpu:  # weights, a live reference and the rest of the process are there
-        states = absent + resident
+    absent = max(0, absent - base.freed_bytes())
+    # On a CPU weights, a live reference and the rest of the process are there
+    states = absent + resident if args.use_cpu else sum(parts.values())
     return MemoryPlan(planner, states, absent, find_limit(args, asked))
 
 
@@ -190,67 +193,61 @@ def find_limit(args: TrainConfig, asked: Asked) -> int:
     return min(gather_values(int(total if is_decided else memory_limit(total, args.memory_gib))))
 
 
-def find_setting(base: BaseModel, tokens: Dataset, plan: MemoryPlan, resident: int) -> Candidate:
-    """The setting of least work that has been measured to fit, with these bytes. Raises UserError if none fits.
+def find_setting(plan: MemoryPlan, measure: Callable[[Candidate], float]) -> tuple[Candidate, int]:
+    """The setting of least work that fits, and its bytes by `measure`. Raises UserError if none fits.
 
     The next one to try is chosen by the largest ratio of measured to planned activations so far. Whatever has as many
     tokens and no more checkpointed layers than a setting that did not fit is never tried.
     """
     ratio = 1.0 if plan.planner.on_gpu else CPU_RATIO
-    absent = max(0, plan.absent - base.freed_bytes())
-    states = resident + absent
-    fitting: list[Candidate] = []
+    fitting: dict[Candidate, int] = {}
     failed: list[Candidate] = []
-    candidate = plan.planner.choose(plan.limit if plan.planner.is_traced else 0, states, ratio)
+    candidate = plan.planner.choose(plan.limit if plan.planner.is_traced else 0, plan.states, ratio)
     while candidate not in failed and len(fitting) + len(failed) < ROUNDS:
-        size, activations = measure_memory(base, tokens, plan.planner, candidate, absent, resident)
+        size = measure(candidate)
         shown = f"{size / 2**30:.2f} GiB" if math.isfinite(size) else "more than there is"
         log.info(f"calibration: {candidate}; measured: {shown} of {plan.limit / 2**30:.2f} GiB")
-        if not math.isfinite(activations):
-            activations = 1.1 * max(plan.limit - states, candidate.activations)
+        activations = max(1.0, size - plan.states)
+        if not math.isfinite(size):
+            activations = 1.1 * max(plan.limit - plan.states, candidate.activations)
         measured = activations / candidate.activations
         ratio = max(ratio, measured) if fitting or failed else measured
         if size <= plan.limit:
-            fitting.append(replace(candidate, bytes=int(size)))
+            fitting[candidate] = int(size)
         else:
             failed.append(candidate)
-        is_last = len(failed) == ROUNDS - 1
         aim = AIM * plan.limit
-        if is_last:
+        if len(failed) == ROUNDS - 1:
             aim = 0  # the smallest of those that are left
         elif fitting and plan.planner.on_gpu:
             aim = plan.limit
-        candidate = plan.planner.choose(aim, states, ratio, failed)
+        candidate = plan.planner.choose(aim, plan.states, ratio, failed)
         if fitting and candidate.work >= min(known.work for known in fitting):
             break
     if not fitting:
         plan.refuse(failed[-1])
-    return min(fitting, key=lambda candidate: candidate.work)
+    best = min(fitting, key=lambda candidate: candidate.work)
+    return best, fitting[best]
 
 
-def measure_memory(
-    base: BaseModel, tokens: Dataset, planner: MemoryPlanner, candidate: Candidate, absent: int, resident: float
-) -> tuple[float, float]:
-    """Bytes of a process at the peak of the largest micro-batch, with the states of training, and of its activations;
-    the most of all ranks; both inf if a rank has run out of memory. `absent`: bytes that training will allocate
-    besides; `resident`: bytes before anything had run."""
-    rows = planner.sampler.largest_micro_batch(candidate.per_device)
+def measure_memory(base: BaseModel, tokens: Dataset, plan: MemoryPlan, candidate: Candidate) -> float:
+    """Bytes of a process at the peak of the largest micro-batch, with the states of training, the most of all ranks;
+    inf if a rank has run out of memory."""
+    rows = plan.planner.sampler.largest_micro_batch(candidate.per_device)
     release_memory()
     try:
         # A CPU's pages would be taken only when they are written
-        reserved: Any = torch.empty(absent if planner.on_gpu else 0, dtype=torch.uint8, device=base.device)
+        reserved: Any = torch.empty(plan.absent if plan.planner.on_gpu else 0, dtype=torch.uint8, device=base.device)
         reset_peak_memory()
         base.run_micro_batch(tokens, rows.tolist(), candidate.checkpointed_layers)
-        peak = peak_memory_gib() * 2**30
-        found = (peak + absent - reserved.nbytes, peak - reserved.nbytes - resident)
+        size = peak_memory_gib() * 2**30 + plan.absent - reserved.nbytes
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)
-        found = (math.inf, math.inf)
+        size = math.inf
     reserved = None
-    sizes, activations = zip(*gather_values(found), strict=True)
-    return max(sizes), max(1.0, *activations)
+    return max(gather_values(size))
 
 
 def reset_peak_memory() -> float:

@@ -26,34 +26,15 @@ class BaseModel:
     """What may be read of a trainer that has not begun, and computed by it; a path and checkpointed layers are tried
     in contexts that restore what was. It is made by `base_model`, on all ranks together."""
 
-    _trainer: SFMDPOTrainer
+    config: Config
+    progress: Progress
+    device: torch.device
+    precision: str  # of autocast: bf16 or no
+    zero_stage: int
+    is_fsdp: bool
     policy: Any  # as it is called; under FSDP2 the reference, because the policy is split only when training begins
     reference: Any  # the policy itself, unless a separate model was loaded; both are None once they are released
-
-    @property
-    def config(self) -> Config:
-        return self._trainer.config
-
-    @property
-    def progress(self) -> Progress:
-        return self._trainer.progress
-
-    @property
-    def device(self) -> torch.device:
-        return self._trainer.accelerator.device
-
-    @property
-    def precision(self) -> str:
-        """Of autocast: bf16 or no."""
-        return self._trainer.accelerator.mixed_precision
-
-    @property
-    def zero_stage(self) -> int:
-        return self._trainer.zero_stage
-
-    @property
-    def is_fsdp(self) -> bool:
-        return self._trainer.is_fsdp_enabled
+    _trainer: SFMDPOTrainer
 
     @property
     def is_sharded(self) -> bool:
@@ -170,15 +151,18 @@ def base_model(trainer: SFMDPOTrainer) -> Iterator[BaseModel]:
     """The base model of a trainer, until training begins. The random state is restored afterwards. All ranks must
     enter it together."""
     policy = trainer.ref_model if trainer.is_fsdp_enabled else _place_policy(trainer)
-    base = BaseModel(trainer, policy, policy if trainer.ref_model is None else trainer.ref_model)
+    reference = policy if trainer.ref_model is None else trainer.ref_model
     device = trainer.accelerator.device
+    precision = trainer.accelerator.mixed_precision
+    launch = (trainer.zero_stage, trainer.is_fsdp_enabled)
+    base = BaseModel(trainer.config, trainer.progress, device, precision, *launch, policy, reference, trainer)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield base
     finally:
         if trainer.zero_stage == 3:
             policy.optimizer.destroy()  # otherwise the training engine would gather everything twice
-        policy = base.policy = base.reference = None  # only then can they be freed
+        policy = reference = base.policy = base.reference = None  # only then can they be freed
 
 
 def _place_policy(trainer: SFMDPOTrainer) -> Any:

@@ -50,8 +50,8 @@ def train(tiny_folder, write_rows, tmp_path, monkeypatch):
     """A function: name of a run and fields -> (exit code, losses, its folder)."""
     monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=2**29))  # or it grows by runs
 
-    def measure_as_planned(base, tokens, planner, candidate, absent, resident):
-        return absent + resident + candidate.activations, candidate.activations
+    def measure_as_planned(base, tokens, plan, candidate):
+        return plan.states + candidate.activations
 
     monkeypatch.setattr("sfm_dpo.calibration.choose_micro_batch.measure_memory", measure_as_planned)
     monkeypatch.setattr("sfm_dpo.memory.planner.trace_activations", lambda config, *given: trace_once(*given))
@@ -309,7 +309,7 @@ def start(tmp_path_factory):
 
     def run(processes: int, runs: dict[str, tuple[str, dict]]) -> dict[str, Path]:
         calls = [[kind, as_options(place.values(name, **fields))] for name, (kind, fields) in runs.items()]
-        place.start_together(calls, processes, by="tests.fit.calibrated_runs:train")
+        place.start_together(calls, processes, by="tests.calibration.calibrated_runs:train")
         return {name: place.folder / name for name in runs}
 
     return run

@@ -10,8 +10,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from sfm_dpo.model.flops import ForwardFlops, count_experts
 from sfm_dpo.model.loading import meta_model
 from sfm_dpo.model.packing import find_shared, why_not_packed, why_not_shared
-from sfm_dpo.train import metrics as metrics_module
 from sfm_dpo.run.facts import ForwardPath
+from sfm_dpo.train import metrics as metrics_module
 from sfm_dpo.train.metrics import CountingCollator, Meter, MetricSums
 from tests.tiny_models import tiny_model
 

@@ -1,14 +1,13 @@
 """How the setting of a run is found by measuring, with memory that is not what was planned."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 
-from sfm_dpo.calibration import choose_micro_batch
 from sfm_dpo.calibration.choose_micro_batch import AIM, ROUNDS, MemoryPlan, find_setting
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.process import available_memory
+from sfm_dpo.memory.planner import Candidate
 from tests.memory.test_planner import configuration, plan_memory
 
 GIB = 2**30
@@ -21,36 +20,34 @@ def planner():
     return found
 
 
-def find(planner, monkeypatch, limit: int, states: int, ratio) -> tuple[object, list]:
-    """The setting found where activations take `ratio` (of the setting's number) times what was planned; and those
-    that were tried."""
+def find(planner, limit: int, states: int, ratio) -> tuple[Candidate, int, list[Candidate]]:
+    """The setting found where activations take `ratio` (of the setting's number) times what was planned, its bytes,
+    and those that were tried."""
     tried = []
 
-    def measure(base, tokens, planner, candidate, absent, resident):
+    def measure(candidate: Candidate) -> float:
         activations = ratio(len(tried)) * candidate.activations
         tried.append(candidate)
-        return states + activations, activations
+        return states + activations
 
-    monkeypatch.setattr(choose_micro_batch, "measure_memory", measure)
-    base = SimpleNamespace(freed_bytes=lambda: 0)
-    return find_setting(base, None, MemoryPlan(planner, states, 0, limit), states), tried
+    return *find_setting(MemoryPlan(planner, states, 0, limit), measure), tried
 
 
 @pytest.mark.parametrize("ratio", [0.45, 0.9, 1.0, 1.03, 1.3, 2.2])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_what_is_found_is_within_one_step_of_the_best(planner, monkeypatch, ratio, share):
+def test_what_is_found_is_within_one_step_of_the_best(planner, ratio, share):
     states = GIB
     every = planner.list_candidates(states, ratio)
     largest = max(candidate.bytes for candidate in every)
     limit = int(states + share * (largest - states))
-    found, tried = find(planner, monkeypatch, limit, states, lambda _: ratio)
+    found, size, tried = find(planner, limit, states, lambda _: ratio)
     fitting = [candidate for candidate in every if candidate.bytes <= limit]
     better = [candidate for candidate in fitting if candidate.work < found.work]
     assert len(better) <= 1 and len(tried) <= ROUNDS
-    assert found.bytes <= limit
+    assert size <= limit
 
 
-def test_two_near_misses_do_not_choose_the_smallest(planner, monkeypatch):
+def test_two_near_misses_do_not_choose_the_smallest(planner):
     """The first setting takes 3% more than planned, the second one just more than there is, all others 3% more."""
     states = GIB
     every = planner.list_candidates(states)
@@ -60,19 +57,19 @@ def test_two_near_misses_do_not_choose_the_smallest(planner, monkeypatch):
     def ratio(number: int) -> float:
         return 1.001 * (limit - states) / second.activations if number == 1 else 1.03
 
-    found, tried = find(planner, monkeypatch, limit, states, ratio)
+    found, _, tried = find(planner, limit, states, ratio)
     assert (tried[1].per_device, tried[1].checkpointed_layers) == (second.per_device, second.checkpointed_layers)
     left = [c for c in planner.list_candidates(states, 1.03) if c.bytes <= limit and not c.takes_as_much(second)]
     better = [candidate for candidate in left if candidate.work < found.work]
     assert len(better) <= 1 and 3 <= len(tried) <= ROUNDS
 
 
-def test_if_nothing_fits_the_fields_that_are_set_are_named(planner, monkeypatch):
+def test_if_nothing_fits_the_fields_that_are_set_are_named(planner):
     with pytest.raises(UserError, match=r"no setting fits in .*; the smallest is 1 pair.*; use a smaller max_length"):
-        find(planner, monkeypatch, GIB, GIB, lambda _: 1.0)
+        find(planner, GIB, GIB, lambda _: 1.0)
     asked = plan_memory(configuration("--per_device_train_batch_size=4"), hidden_size=512, intermediate_size=2048)
     with pytest.raises(UserError, match=r"with per_device_train_batch_size as set, .*; remove per_device_"):
-        find(asked, monkeypatch, GIB, GIB, lambda _: math.inf)
+        find(asked, GIB, GIB, lambda _: math.inf)
 
 
 @pytest.mark.parametrize("version", [1, 2])
