@@ -66,7 +66,7 @@ def share_above(a: torch.Tensor, b: torch.Tensor, tie: torch.Tensor | float = 0.
 def step_0_tolerance(completion_mask: torch.Tensor, scale: torch.Tensor, beta: float, noise: float) -> torch.Tensor:
     """[B]: what rounding explains of |margin| / 2 at policy = reference, as four standard deviations; `check_step_0`
     allows ALLOWED times that. The masks [2B, L] and `loss_scale` [2B] are those of the responses; `noise`: of a
-    log-prob, in nats (calibration/choose_path.py)."""
+    log-prob, in nats (calibration/)."""
     chosen, rejected = (completion_mask.sum(dim=1) / scale**2).chunk(2)
     return 2 * beta * noise * (chosen + rejected).sqrt() + 1e-6
 
