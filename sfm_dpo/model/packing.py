@@ -206,6 +206,6 @@ def find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _is_delta_net(module: torch.nn.Module) -> bool:
     parameters = {name for name, _ in module.named_parameters(recurse=False)}
-    children = dict(module.named_children())
-    of_transformers = type(module).forward.__module__.startswith("transformers.models.")
-    return parameters == {"A_log", "dt_bias"} and "conv1d" in children and of_transformers
+    if parameters != {"A_log", "dt_bias"} or "conv1d" not in dict(module.named_children()):
+        return False
+    return type(module).forward.__module__.startswith("transformers.models.")  # all of them are tried by the canary

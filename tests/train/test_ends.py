@@ -55,7 +55,7 @@ def to_resume(stopped, tmp_path, no_report) -> SimpleNamespace:
     return SimpleNamespace(run=run, command=[*stopped.command, "--output_dir", str(run)])
 
 
-def test_a_stop_tells_that_a_save_outlasts_the_grace_period(stopped):
+def test_a_save_that_outlasts_the_grace_period_is_reported(stopped):
     assert "a save takes longer than --signal; submit with --signal=B:USR1@" in stopped.err
     assert read_status(stopped.run)["for_good"] is True
 
