@@ -1,4 +1,4 @@
-"""DPO post-training: TRL's own flags, made to work together under DeepSpeed ZeRO-2."""
+"""DPO post-training: TRL's own flags, made to work together under DeepSpeed ZeRO-2 and ZeRO-3, and FSDP2."""
 
 import importlib.util
 import logging

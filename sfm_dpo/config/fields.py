@@ -126,6 +126,7 @@ Loader.add_implicit_resolver(
 )
 _construct = Loader("").construct_document  # a node's value, typed by YAML's rules
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
+FOLDER = "hash-"  # begins the id of a model in a folder; that of a model on the Hub is its commit
 
 
 @dataclass

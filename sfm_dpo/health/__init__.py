@@ -1,1 +1,1 @@
-"""Checks before and during training: node check, preflight, guard."""
+"""Checks of the model: before training (preflight) and during it (guard)."""

@@ -31,13 +31,12 @@ from trl import get_peft_config
 from sfm_dpo.common.distributed import on_main_process
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import hash_file
-from sfm_dpo.config.fields import Config
+from sfm_dpo.config.fields import FOLDER, Config
 from sfm_dpo.model.attention import disable_cudnn_attention
 
 log = logging.getLogger(__name__)
 
 CONTENT = (".safetensors", ".gguf", ".py")  # of files that decide what a model in a folder computes
-FOLDER = "hash-"  # an id that is no commit on the Hub begins with it
 
 
 def load_model_config(config: Config) -> PretrainedConfig:

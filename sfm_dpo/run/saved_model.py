@@ -11,6 +11,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import write_json
+from sfm_dpo.config.fields import FOLDER
 from sfm_dpo.run.checkpoint import COMPLETE, newest_checkpoint, step_of, why_damaged, why_incomplete
 from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, STATUS, State, read_file, read_sound_file, read_status
 
@@ -68,7 +69,7 @@ def find_on_hub(base: str, revision: str | None) -> tuple[str, str | None] | Non
     """Hub id and commit of a base model, also of a copy in the Hub's cache; None if it is another folder."""
     if copy := SNAPSHOT.fullmatch(base):
         return copy[1].replace("--", "/"), copy[2]
-    was_folder = (revision or "").startswith("hash-")  # model/loading.py, FOLDER
+    was_folder = (revision or "").startswith(FOLDER)
     return None if was_folder or Path(base).is_absolute() or Path(base).exists() else (base, revision)
 
 

@@ -5,11 +5,13 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl.trainer.utils import add_fused_lm_head
 
 from sfm_dpo.model import packing
-from sfm_dpo.model.packing import enable_padding_free, why_not_shared
+from sfm_dpo.model.loading import meta_model
+from sfm_dpo.model.packing import enable_padding_free, find_delta_nets, why_not_packed, why_not_shared
 from tests.model.test_packing import (
     assert_single_sequences,
     log_probs_after_changing_row,
@@ -144,3 +146,62 @@ def test_each_kernel_leaks_without_its_own_boundaries(kernels, withheld):
 def test_state_along_the_sequence_shares_no_prompt():
     reason = why_not_shared(tiny_hybrid("olmo_hybrid"), True, None)
     assert reason == "'linear_attention' layers of model_type 'olmo_hybrid' carry state along the sequence"
+
+
+# ---- which modules are gated delta nets
+
+# What default configurations lack
+LACKING = {"qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256}}
+LACKING["qwen4_exp_text"] |= {"indexer_budget": 64, "indexer_compress_ratio": 4}
+
+
+def passes_boundaries(module, hidden_size):
+    """Whether the boundaries of a packed row reach the convolution and the delta rule, which refuse them on a CPU."""
+    hidden_states = torch.empty(1, 8, hidden_size, dtype=torch.bfloat16, device="meta")
+    for name in ("cu_seq_lens_q", "seq_idx"):
+        try:
+            module(hidden_states, **{name: torch.empty(3, dtype=torch.int32, device="meta")})
+        except Exception as error:  # of any kind from a module that takes other arguments
+            if "can't keep packed sequences apart" in str(error):
+                continue
+        return False
+    return True
+
+
+@pytest.mark.skipif(packing.has_delta_net_kernels(), reason="the kernels refuse no boundaries")
+def test_canary_delta_nets():
+    """In every decoder type the modules that pass boundaries to kernels are found, and no others."""
+    tried = 0
+    found = set()
+    expected = set()
+    for architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = AutoConfig.for_model(architecture, **LACKING.get(architecture, {}))
+            hidden_size = config.get_text_config().hidden_size
+            model = meta_model(config)
+        except Exception:  # a default configuration that contradicts itself or has several widths
+            continue
+        tried += 1
+        found |= {type(net) for net in find_delta_nets(model)}
+        one_of_each_type = {type(module): module for module in model.modules()}
+        for kind, module in reversed(one_of_each_type.items()):  # a net before the layer around it
+            inner = set(map(type, module.modules()))
+            if not inner & expected and passes_boundaries(module, hidden_size):
+                expected.add(kind)
+    assert tried > 170
+    assert found == expected
+    assert len(found) == 6
+
+
+def test_delta_nets_of_other_code_are_not_packed():
+    model = tiny_hybrid("olmo_hybrid")
+    assert not why_not_packed(model)
+    nets = find_delta_nets(model)
+
+    class RemoteNet(type(nets[0])):
+        def forward(self, hidden_states, **kwargs):
+            return hidden_states
+
+    for net in nets:
+        net.__class__ = RemoteNet
+    assert "carry state from one sequence into the next" in why_not_packed(model)

@@ -9,9 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from bench import count, throughput
+from bench import throughput
 from bench.lengths import sample_lengths
-from sfm_dpo.common.files import PROJECT
 
 
 @pytest.mark.parametrize(
@@ -88,21 +87,3 @@ def test_quick_run(tmp_path):
     assert runs["as_shipped_in_stock_memory"]["flops"] < runs["batch_rebalance"]["flops"]
     # The reference forward is in the step of stock
     assert runs["batch_rebalance"]["flops"] * 4 == pytest.approx(runs["stock"]["flops"] * 3)
-
-
-@pytest.mark.slow
-def test_the_counted_step_adds_up_and_a_faster_kernel_shortens_it(capsys, monkeypatch):
-    monkeypatch.chdir(PROJECT)
-    given = "recipes/think.yaml --num_gpus 4 --shape gpt_neox_6.9b --lengths dolci_think".split()
-    steps = []
-    for kernel in ("fa2", "fa4"):
-        assert count.main([*given, "--gpu", "b200", "--flash_attention", kernel]) == 0
-        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        parts = {" ".join(line[:-2]): float(line[-2]) for line in lines if line[-1].endswith("%")}
-        steps.append(parts.pop("step"))
-        assert sum(parts.values()) == pytest.approx(steps[-1], abs=0.05)
-        assert parts["matrix products"] > parts["attention"] > parts["gradients"] > 0
-        mfu = next(line[4] for line in lines if line[0] == "MFU")
-        assert 0.3 < float(mfu.rstrip("%;")) / 100 < 0.65
-    assert 6.5 < steps[0] < 8 and steps[1] < 0.85 * steps[0]
-    assert count.main([*given, "--gpu", "h100", "--flash_attention", "fa4"]) == 2

@@ -1,4 +1,4 @@
-"""Links, files and options that the documentation names exist."""
+"""Links, files and options that the documentation names exist, and its tables are those of the code."""
 
 import ast
 import csv
@@ -9,12 +9,10 @@ import re
 from itertools import groupby
 from operator import itemgetter
 
-import numpy as np
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from bench.lengths import MAX_LENGTH, sample_lengths
 from sfm_dpo.common.errors import HUNG, RunEnd
 from sfm_dpo.config.checks import MIGRATION
 from sfm_dpo.config.effects import MAY_CHANGE
@@ -126,31 +124,6 @@ def write_reference() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_share_of_the_prompts_is_counted():
-    row = re.search(r"^\| `prefix_sharing: true`.*", (ROOT / "docs/memory-and-speed.md").read_text(), re.M)[0]
-    for kind, limit in MAX_LENGTH.items():
-        lengths = sample_lengths(kind, 20_000)
-        prompt = np.minimum(lengths["prompt"], limit // 2)
-        responses = sum(np.minimum(lengths[side], limit - prompt) for side in ("chosen", "rejected"))
-        assert f"{prompt.sum() / (2 * prompt + responses).sum():.0%}" in row
-
-
-def test_speed_in_the_readme_is_measured():
-    file = next(ROOT.glob("bench/results/*-olmo3-think-*.json"))
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    for variant in ("prefix_sharing", "as_shipped_in_stock_memory"):
-        entry = json.loads(file.read_text())["summary"][variant]
-        assert f"{entry['epoch_pairs_per_second_ratio']:.1f} times" in readme
-        assert f"in {entry['peak_memory_gib']:.2f} GiB" in readme
-    [file] = ROOT.glob("bench/results/*-demo-chat-*.json")
-    summary = json.loads(file.read_text())["summary"]
-    demo = summary["as_shipped_in_stock_memory"]
-    times = f"{demo['epoch_pairs_per_second_ratio']:.1f} times, in {demo['peak_memory_gib']:.2f} GiB"
-    assert f"{times} instead of {summary['stock']['peak_memory_gib']:.2f}" in readme
-    page = (ROOT / "docs/memory-and-speed.md").read_text()
-    assert f"and {demo['pairs_per_second_ratio']:.1f} without" in page
-
-
 @pytest.mark.parametrize(
     ("name", "start", "end", "write"),
     [
@@ -182,9 +155,3 @@ def test_exit_codes_are_those_of_the_code():
     ends = [error for kind in RunEnd.__subclasses__() for error in (kind, *kind.__subclasses__())]
     beside = {("0", "done"), ("1", "failed"), ("5", "push_failed"), (str(HUNG), "hung")}
     assert set(rows) == beside | {(str(end.exit_code), str(end.state)) for end in ends}
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_computed_figures_are_those_of_a_header(path):
-    headers = " ".join(recipe.read_text() for recipe in RECIPES)
-    assert all(figure in headers for figure in re.findall(r"[\d.]+ GiB on each of [^.]+ GB of disk", path.read_text()))

@@ -10,6 +10,9 @@ import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -26,64 +29,98 @@ from sfm_dpo.run.lock import LOCK, Lease, take_folder
 from sfm_dpo.run.reader import describe_run
 from sfm_dpo.train.callbacks import ProgressLine
 from sfm_dpo.training_run import TrainingRun
-from tests.toolbox import error_line, logged, on_cpu, pairs
+from tests.toolbox import error_line, logged, on_cpu, pairs, write_jsonl
 
 
-@pytest.mark.usefixtures("no_report")
-def test_a_mismatch_is_refused_and_an_end_is_made_again(tiny_folder, write_rows, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("SFM_GRACE_SECONDS", "0")
-    monkeypatch.setattr("sfm_dpo.report.page.draw_curves", lambda *args, **kwargs: [])
-    run = tmp_path / "output_dir"
-    more = {"eval_fraction": 0.25, "learning_rate": 1e-3, "logging_steps": 50}  # so that no step is logged
-    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, **more)
+@pytest.fixture(scope="module")
+def stopped(tiny_folder, tmp_path_factory) -> SimpleNamespace:
+    """A run that was stopped for good in its first step: its folder, its command line, and what it printed."""
+    root = tmp_path_factory.mktemp("stopped")
+    run = root / "run"
     run.mkdir()
     (run / STOP).write_text("for good\n")
-    assert train_dpo.main(fields) == 75
-    printed = capsys.readouterr()
-    assert "a save takes longer than --signal; submit with --signal=B:USR1@" in printed.err
-    assert re.search(r"reward accuracy +0.50, all ties$", printed.out, re.MULTILINE)  # and no later evaluation
-    assert "<th>before, step 0</th></tr>" in write_report(run).read_text()
-    assert read_status(run)["for_good"] is True
-    calibration = read_file(run / DATA)["calibration"]
-    mark = run / "checkpoint-1" / COMPLETE
-    complete = json.loads(mark.read_text())
-    mark.write_text(json.dumps(complete | {"world_size": 4}))
-    assert train_dpo.main(fields) == 2
-    assert "was written by 4 process(es), but this run has 1" in error_line(capsys.readouterr().err)
-    assert read_status(run)["state"] == "stopped"
+    fields = {"eval_fraction": 0.25, "learning_rate": 1e-3, "logging_steps": 50}  # no step is logged
+    command = on_cpu(tiny_folder("llama"), write_jsonl(root / "p.jsonl", pairs(16)), run, **fields)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        patch.setenv("SFM_GRACE_SECONDS", "0")
+        patch.setattr(training_run, "write_report", lambda run: None)
+        assert train_dpo.main(command) == 75
+    return SimpleNamespace(run=run, command=command, out=out.getvalue(), err=err.getvalue())
 
-    mark.write_text(json.dumps(complete))
-    monkeypatch.setenv("SFM_GRACE_SECONDS", "600")
-    assert train_dpo.main(fields) == 0
+
+@pytest.fixture
+def to_resume(stopped, tmp_path, no_report) -> SimpleNamespace:
+    """A copy of `stopped`, and the command that resumes it."""
+    run = shutil.copytree(stopped.run, tmp_path / "run")
+    return SimpleNamespace(run=run, command=[*stopped.command, "--output_dir", str(run)])
+
+
+def test_a_save_that_outlasts_the_grace_period_is_reported(stopped):
+    assert "a save takes longer than --signal; submit with --signal=B:USR1@" in stopped.err
+    assert read_status(stopped.run)["for_good"] is True
+
+
+def test_the_base_model_s_evaluation_is_not_taken_for_a_later_one(stopped, without_curves):
+    assert re.search(r"reward accuracy +0.50, all ties$", stopped.out, re.MULTILINE)
+    assert "<th>before, step 0</th></tr>" in write_report(stopped.run).read_text()
+
+
+def test_another_number_of_processes_is_refused(to_resume, capsys):
+    mark = to_resume.run / "checkpoint-1" / COMPLETE
+    mark.write_text(json.dumps(json.loads(mark.read_text()) | {"world_size": 4}))
+    assert train_dpo.main(to_resume.command) == 2
+    assert "was written by 4 process(es), but this run has 1" in error_line(capsys.readouterr().err)
+    assert read_status(to_resume.run)["state"] == "stopped"
+
+
+def test_a_resumed_run_keeps_its_calibration_and_prints_its_last_evaluation(to_resume, capsys):
+    run = to_resume.run
+    calibration = read_file(run / DATA)["calibration"]
+    assert train_dpo.main(to_resume.command) == 0
     assert read_file(run / DATA)["calibration"] == calibration
     evals = {entry["step"]: entry["eval_loss"] for entry in logged(run, "eval_loss")}
     assert set(evals) == {0, 3} and evals[3] < evals[0] == pytest.approx(0.6931, abs=1e-4)
     assert f"{evals[3]:.3f}" in capsys.readouterr().out.rpartition("held out")[2]
 
+
+@pytest.fixture
+def again(run, without_curves, environment) -> list[str]:
+    """The command of `run`, which is done."""
+    return ["--config", str(run / RESOLVED_CONFIG), "--output_dir", str(run)]
+
+
+def test_a_run_that_is_done_writes_what_is_missing_and_drops_a_late_stop(run, again, capsys):
     (run / "README.md").unlink()
     (run / STOP).touch()
-    assert train_dpo.main(fields) == 0
+    assert train_dpo.main(again) == 0
     assert "already done" in capsys.readouterr().out
     assert (run / "README.md").is_file() and not (run / STOP).exists()
 
+
+def test_a_damaged_final_model_is_named_with_its_remedy(run, again, capsys):
+    with (run / "model.safetensors").open("ab") as file:
+        file.truncate(file.tell() - 1)
+    assert train_dpo.main(again) == 2
+    error = error_line(capsys.readouterr().err)
+    remedy = f"remove {run}/status.json and run its command again, which saves the model again from {run}/checkpoint-6"
+    assert "has a damaged model.safetensors" in error and error.endswith(remedy)
+
+
+def test_a_run_without_status_saves_its_model_again_and_clears_what_kills_left(run, again):
     weights = (run / "model.safetensors").read_bytes()
     (run / "model.safetensors").write_bytes(weights[:-1])
-    assert train_dpo.main(fields) == 2
-    error = error_line(capsys.readouterr().err)
-    remedy = f"remove {run}/status.json and run its command again, which saves the model again from {run}/checkpoint-3"
-    assert "has a damaged model.safetensors" in error and error.endswith(remedy)
     (run / "status.json").unlink()
     (run / ".error.txt.n1.7.partial").touch()  # of a killed process
-    (run / "checkpoint-1" / COMPLETE).unlink()  # a rotation was killed
-    assert train_dpo.main(fields) == 0
+    (run / "checkpoint-4" / COMPLETE).unlink()  # a rotation was killed
+    assert train_dpo.main(again) == 0
     assert (run / "model.safetensors").read_bytes() == weights
-    assert not list(run.glob(".*.partial")) and not (run / "checkpoint-1").exists()
+    assert not list(run.glob(".*.partial")) and not (run / "checkpoint-4").exists()
 
 
-def test_a_folder_that_is_removed_at_the_end_is_one_line(run, monkeypatch, capsys, environment):
+def test_a_folder_that_is_removed_at_the_end_is_one_line(run, again, monkeypatch, capsys):
     (run / "report.html").unlink()
     monkeypatch.setattr(training_run, "write_report", shutil.rmtree)
-    assert train_dpo.main(["--config", str(run / RESOLVED_CONFIG), "--output_dir", str(run)]) == 1
+    assert train_dpo.main(again) == 1
     assert error_line(capsys.readouterr().err).endswith(f"{run}: was removed or moved during the run; start it again")
 
 
@@ -96,7 +133,7 @@ LOADING_FAILS = [
 
 
 @pytest.mark.parametrize(("number", "remedy"), UNWRITABLE.items())
-def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsys, number, remedy, environment):
+def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, unnamed, monkeypatch, capsys, number, remedy):
     error = OSError(number, os.strerror(number), "/disk/file")
 
     def fail(*args, **options):
@@ -105,8 +142,7 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
     monkeypatch.setattr(train_dpo, "identify_models", fail)
     monkeypatch.setattr(folder, "write_json", fail)
-    fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
-    assert train_dpo.main(fields.split()) == 1
+    assert train_dpo.main(unnamed) == 1
     line = f"error: /disk/file: {error.strerror}; {remedy}, and run the same command again to resume\n"
     assert capsys.readouterr().err == line
     assert read_status(tmp_path / "run")["state"] == "failed"  # written into the old file
@@ -162,11 +198,14 @@ def signals():
         signal.signal(number, handler)
 
 
-def test_a_thread_may_train_and_its_children_end_by_sigterm(signals, capsys):
-    signals()
+def test_a_thread_may_train(capsys):
     with ThreadPoolExecutor(1) as pool:  # where Python refuses to set a handler
         assert pool.submit(train_dpo.main, ["--beta", "0"]).result() == 2
     assert error_line(capsys.readouterr().err)
+
+
+def test_children_of_a_run_end_by_sigterm(signals):
+    signals()
     with TrainingRun():
         child = os.fork()
         if not child:
@@ -225,7 +264,13 @@ def test_ctrl_c_and_sigterm_are_a_stop(tiny_folder, write_rows, tmp_path, monkey
     assert f"resuming from {checkpoint}" in capsys.readouterr().out
 
 
-def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path, monkeypatch, environment, capsys):
+@pytest.fixture
+def unnamed(tmp_path, environment) -> list[str]:
+    """A command without a model or data."""
+    return f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}".split()
+
+
+def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path, unnamed, monkeypatch, capsys):
     run = tmp_path / "run"
     seen = []
 
@@ -235,30 +280,34 @@ def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path,
             raise KeyError("no such model")
 
     monkeypatch.setattr(train_dpo, "identify_models", fail)
-    fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {run}".split()
     for _ in range(2):  # error.txt does not block the folder
-        assert train_dpo.main(fields) == 2
+        assert train_dpo.main(unnamed) == 2
         assert (seen[-1]["state"], seen[-1]["message"]) == ("running", "loading")  # status.py sees it at once
         assert error_line(capsys.readouterr().err) == "error: model m: KeyError: 'no such model'; choose another"
         status = read_status(run)
         assert (status["state"], status["exit_code"], status["message"][:8]) == ("failed", 2, "model m:")
         assert "in fail\n    raise KeyError" in (run / "error.txt").read_text()
-    monkeypatch.setattr(train_dpo, "identify_models", lambda *args: (_ for _ in ()).throw(UserError("a mistake")))
-    assert train_dpo.main(fields) == 2 and not (run / "error.txt").exists()
-    run = tmp_path / "refused before its data are read"
-    fields += ["--output_dir", str(run), "--resume_from_checkpoint", str(tmp_path)]
-    assert train_dpo.main(fields) == 2 and not run.exists()
-    assert "was not fully written" in capsys.readouterr().err
+    monkeypatch.setattr(train_dpo, "identify_models", Mock(side_effect=UserError("a mistake")))
+    assert train_dpo.main(unnamed) == 2 and not (run / "error.txt").exists()
 
-    def be_second(folder):  # another start has made it since this one found none
-        first.append(Lease(folder / LOCK))
-        assert first[0].take()
+
+def test_a_start_that_is_refused_before_its_data_are_read_leaves_no_folder(tmp_path, unnamed, capsys):
+    assert train_dpo.main([*unnamed, "--resume_from_checkpoint", str(tmp_path)]) == 2
+    assert "was not fully written" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_start_leaves_a_folder_that_another_start_has_made_since(tmp_path, unnamed, monkeypatch):
+    lock = Lease(tmp_path / "run" / LOCK)
+
+    def be_second(folder):
+        assert lock.take()
         return take_folder(folder)
 
-    first = []
     monkeypatch.setattr(training_run, "take_folder", be_second)
-    assert train_dpo.main(fields) == 2 and (run / LOCK).exists()
-    first[0].release()
+    assert train_dpo.main([*unnamed, "--resume_from_checkpoint", str(tmp_path)]) == 2
+    assert (tmp_path / "run" / LOCK).exists()
+    lock.release()
 
 
 @pytest.mark.parametrize(("fault", "code", "message"), LOADING_FAILS)
