@@ -39,7 +39,7 @@ from sfm_dpo.common.errors import GuardStopped, UserError, user_input
 from sfm_dpo.common.files import follow_umask
 from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
 from sfm_dpo.config.checks import HELD_OUT, main_loss
-from sfm_dpo.config.fields import Config, TrainConfig
+from sfm_dpo.config.fields import FOLDER, Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import Pairs
 from sfm_dpo.data.sampler import PairSampler
@@ -47,7 +47,6 @@ from sfm_dpo.memory.asked import Asked
 from sfm_dpo.model.attention import activate_flash, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import (
-    FOLDER,
     compile_layers,
     disable_noise,
     load_model,
