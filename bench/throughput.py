@@ -59,7 +59,8 @@ DEMO = ROOT / "outputs" / "demo-model"  # SmolLM2-135M-Instruct, made by `make d
 COLUMNS = {
     "pairs/s": "pairs_per_second",
     "tokens/s": "tokens_per_second",
-    "MFU": "mfu",
+    "of a product": "mfu",
+    "MFU": "mfu_data_sheet",
     "padding": "padding_fraction",
     "peak GiB": "peak_memory_gib",
 }
@@ -131,7 +132,8 @@ def work(job: dict) -> dict:
     """Runs a job of bench/worker.py in its own process and returns its measurements."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory(dir=job["scratch"]) as home:
-        environment |= {"PYTHONPATH": str(ROOT), "HF_HOME": home}  # no log-probs of an earlier run
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment |= {"PYTHONPATH": path, "HF_HOME": home}  # no log-probs of an earlier run
         command = [sys.executable, str(ROOT / "bench" / "worker.py"), json.dumps(job | {"home": home})]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -162,14 +164,15 @@ def summarise(runs: list[dict], variants: list[str]) -> dict[str, dict]:
 def table(summary: dict[str, dict]) -> str:
     """Markdown. Ratios are to the first variant, with their range over the rounds."""
     base = next(iter(summary))
-    head = ["variant", *COLUMNS, *(f"{name} / {base}" for name in RATIOS)]
+    columns = [name for name, key in COLUMNS.items() if any(key in entry for entry in summary.values())]
+    head = ["variant", *columns, *(f"{name} / {base}" for name in RATIOS)]
     rows = [head, ["---"] * len(head)]
     for variant, entry in summary.items():
         row = [variant if variant in ("stock", "off", *SHIPPED) else f"+ {variant}"]
         if "error" in entry:
             row += [entry["error"]]
         else:
-            row += [format_value(entry[key]) for key in COLUMNS.values()]
+            row += [format_value(entry[COLUMNS[name]]) for name in columns]
             row += [format_ratio(entry, key) for key in RATIOS.values()]
         rows.append(row + [""] * (len(head) - len(row)))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -29,8 +29,8 @@ from sfm_dpo.calibration.choose_micro_batch import calibrate
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.pairs import Pairs
 from sfm_dpo.memory.asked import Asked, read_asked
-from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.model.loading import load_model_config
+from sfm_dpo.model.flops import ForwardFlops, peak_flops
+from sfm_dpo.model.loading import identify_models, load_model_config
 from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.start import NEW
 from sfm_dpo.train.base_model import base_model
@@ -176,6 +176,7 @@ def train(job: dict) -> dict:
     peak = max(peak_memory_gib(), *logged)  # before the matrix products that follow
     counts = meter.counts
     assert counts["pairs"] == job["pairs"]
+    peak_rate = peak_flops(machine())
     return {
         "variant": job["variant"],
         "seconds": seconds,
@@ -186,6 +187,7 @@ def train(job: dict) -> dict:
         "padding_fraction": 1 - counts["computed"] / counts["grid"],
         "peak_memory_gib": peak,
         "mfu": counts["flops"] / seconds / matmul_rate(),
+        **({"mfu_data_sheet": counts["flops"] / seconds / peak_rate} if peak_rate else {}),
         "flops": counts["flops"],
         "curve": [(reference_seconds + seconds, loss) for seconds, loss in curve.points],
         "loss": trainer.state.log_history[-1]["train_loss"],
@@ -232,6 +234,7 @@ def make_trainer(job: dict, warm: int) -> tuple[DPOTrainer, float]:
         settings["memory_gib"] = job["stock_peak_gib"]
     config = parse_config([f"--{name}={value}" for name, value in settings.items()])
     config.train.model_init_kwargs = init_kwargs  # in the dtype of stock TRL, which no recipe could set on a GPU
+    config = identify_models(config, {}, {})  # as a start does, before its reference pass
     asked = read_asked(config, load_model_config(config))
     trainer = SFMDPOTrainer(config, asked, **common)
     return trainer, prepare_trainer(trainer, asked, warm)

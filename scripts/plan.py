@@ -2,7 +2,7 @@
 """Predicts memory, batch size, hours and disk of a recipe in seconds, before submission. Needs no weights and no GPU.
 
     python scripts/plan.py --config recipes/think.yaml                                  # 4 B200
-    python scripts/plan.py --config R --gpu h100 --num_gpus 8 --num_nodes 4 --mfu 0.3
+    python scripts/plan.py --config R --gpu h100 --num_gpus 8 --num_nodes 4 --mfu 0.4
     python scripts/plan.py --config R --model_name_or_path FOLDER_WITH_CONFIG_JSON --lengths lengths.json
 
 Other options are train_dpo.py's. docs/memory-and-speed.md explains the numbers.
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     own.add_argument("--gpu", default="b200", help="b200, h100, ... (docs/memory-and-speed.md)")
     own.add_argument("--num_gpus", type=number(int, 1), default=4)
     own.add_argument("--num_nodes", type=number(int, 1), default=1)
-    own.add_argument("--mfu", type=number(float, 0.001, 1), help="perf/mfu of a run there; default: 0.3")
+    own.add_argument("--mfu", type=number(float, 0.001, 1), help="perf/mfu of a run there; default: 0.37")
     own.add_argument("--lengths", type=Path, help="JSON of analyze_dataset.py; default: read the dataset")
     own.add_argument("--pairs", type=number(int, 1), help="plan for this many pairs")
     own.add_argument("--json", type=new_file)

@@ -25,9 +25,9 @@ TIGHT = 0.95  # of the limit
 # out-of-memory messages in public issues ("has a total capacity of 184.31 GiB")
 GPU_MEMORY = {"B300": 287e9, "GB200": 197e9, "B200": 191e9, "H200": 150e9, "GH200": 101e9, "H100": 85e9}
 GPU_MEMORY |= {"A100": 85e9, "A100-40": 42.2e9, "L40S": 47.7e9}
-# Model FLOPs utilisation. Published for bf16 at 7B: DPO under DeepSpeed ZeRO-3 on 32 H100 0.028 (open-instruct #1827),
-# pretraining on 4 H200 0.538 (KempnerForge)
-MFU = 0.3
+# Model FLOPs utilisation, measured on one H200 with 8 layers of OLMo 3 7B (bench/results); 12 layers of GPT-NeoX 6.9B
+# under ZeRO-2 reached 0.44. Several GPUs have not been measured
+MFU = 0.37
 
 
 def read_lengths(path: Path) -> Lengths:
@@ -138,7 +138,7 @@ def format_plan(plan: dict[str, Any]) -> str:
         ("model", parameters),
         ("data", f"{data['pairs']:,} pairs, {tokens}"),
         ("batch", f"{batch['global']} pairs, {batch['steps']:,} steps"),
-        ("hours", f"{hours}, at {time['mfu']:.0%} MFU (--mfu; published for 7B: 0.03 to 0.54)"),
+        ("hours", f"{hours}, at {time['mfu']:.0%} MFU (--mfu; one H200: 0.37 to 0.44)"),
         ("memory", f"GiB on each of {gpu['count']} {gpu['name']}, {gpu['limit'] / 2**30:.0f} usable"),
     ]
     columns = [_format_launch(launch, plan["checkpoints"]) for launch in plan["launches"].values()]

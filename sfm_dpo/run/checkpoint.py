@@ -5,6 +5,7 @@ ranks have written their files. transformers 5.24 has no such marker, and its ro
 """
 
 import logging
+import math
 import os
 import re
 import shutil
@@ -162,7 +163,10 @@ def peak_checkpoint_count(args: Any) -> int:
     if args.guard != "skip":
         guarded = 3 if args.save_strategy == "steps" and args.save_steps < COLLAPSE_STEPS else 1
     awaited = MAX_AWAITED if args.eval_command else 0
-    return (args.save_total_limit or 1) + 1 + guarded + awaited
+    most = (args.save_total_limit or 1) + 1 + guarded + awaited
+    if args.save_strategy == "steps" and args.save_steps >= 1 and args.max_steps > 0:
+        most = min(most, math.ceil(args.max_steps / args.save_steps))  # all that it writes
+    return most
 
 
 def check_disk(run: str | Path, size: int, most: int) -> None:

@@ -395,7 +395,7 @@ def test_a_full_disk_while_pairs_are_read_and_in_the_reference_pass(write_rows, 
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
         with pytest.raises(UserError, match=f"HF_HOME: {home}/datasets.*: No space left on device"):
             load_rows(DatasetConfig(str(path)))
-        cache = reference_cache.ReferenceCache(home / "key", np.arange(1, 65), 1)
+        cache = reference_cache.ReferenceCache(home / "key", np.arange(1, 65), 1, 8)
         reference_cache.make_cache_folder(cache.folder)
         with pytest.raises(DiskFull, match=f"HF_HOME: {home}/key.*: No space left on device"):
             score = lambda rows: torch.zeros(len(rows), 2)  # noqa: E731

@@ -13,7 +13,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.planning.run_plan import Planner, format_plan
+from sfm_dpo.planning.run_plan import MFU, Planner, format_plan
 from tests.tiny_models import tiny_config
 
 AS_NAMED = "--per_device_train_batch_size 4 --gradient_checkpointing true".split()
@@ -57,8 +57,8 @@ def test_numbers_are_deepspeeds_and_the_formulas(plan_of):
     stopped = plan_of(PYTHIA, lengths_of(80, 100, 900, 400), ["--max_steps", "3"]).plan()  # of 10
     assert (plan["batch"]["steps"], stopped["batch"]["steps"]) == (10, 3)
     assert stopped["time"]["flops"]["training"] == pytest.approx(0.3 * plan["time"]["flops"]["training"])
-    assert plan["time"]["hours"] == pytest.approx(sum(plan["time"]["flops"].values()) / (4 * 2.25e15 * 0.3 * 3600))
-    assert "at 30% MFU (--mfu; published for 7B: 0.03 to 0.54)" in format_plan(plan)
+    assert plan["time"]["hours"] == pytest.approx(sum(plan["time"]["flops"].values()) / (4 * 2.25e15 * MFU * 3600))
+    assert "at 37% MFU (--mfu; one H200: 0.37 to 0.44)" in format_plan(plan)
     for facts in plan["launches"].values():
         assert facts["choice"]["tokens"] == 4 * (1500 - 99) and facts["choice"]["checkpointed_layers"] == 32
         assert sum(facts["states"].values()) < facts["choice"]["bytes"] < 0.9 * 180e9 and facts["fits"] == "yes"

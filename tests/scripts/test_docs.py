@@ -17,6 +17,7 @@ from sfm_dpo.common.errors import HUNG, RunEnd
 from sfm_dpo.config.checks import MIGRATION
 from sfm_dpo.config.effects import MAY_CHANGE
 from sfm_dpo.config.fields import DATACLASSES, FIELD_GROUPS, FieldParser, TrainConfig
+from sfm_dpo.model.flops import peak_flops
 from tests.commands import PAGES, ROOT, text
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
@@ -83,12 +84,32 @@ def write_recipes() -> str:
 
 def write_measured() -> str:
     """The table of docs/memory-and-speed.md, from bench/results."""
-    files = {name: next(ROOT.glob(f"bench/results/*-olmo3-{name}-*.json")) for name in ("think", "instruct", "chat")}
+    kinds = ("think", "instruct", "chat")
+    files = {name: next(ROOT.glob(f"bench/results/2-core-*-olmo3-{name}-*.json")) for name in kinds}
     found = {name: json.loads(file.read_text())["summary"] for name, file in files.items()}
     lines = ["| variant | think / 8 | instruct / 8 | chat | peak GiB, think / 8 |", "|---|---|---|---|---|"]
     for variant, entry in found["think"].items():
         ratios = [f"{summary[variant]['epoch_pairs_per_second_ratio']:.2f}" for summary in found.values()]
         lines.append(f"| {variant} | {' | '.join(ratios)} | {entry['peak_memory_gib']:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_measured_on_gpu() -> str:
+    """The table of docs/memory-and-speed.md for a GPU, from bench/results."""
+    [file] = ROOT.glob("bench/results/nvidia-h200-olmo3-think-*.json")
+    summary = json.loads(file.read_text())["summary"]
+    peak = peak_flops("NVIDIA H200")
+    rows = {
+        "pairs/s in training": lambda run: f"{run['pairs_per_second']:.3g}",
+        "the same over stock TRL's": lambda run: f"{run['pairs_per_second_ratio']:.2f}",
+        "with the reference pass": lambda run: f"{run['epoch_pairs_per_second_ratio']:.2f}",
+        "tokens/s": lambda run: f"{run['tokens_per_second']:,.0f}",
+        "FLOPs over those of a large product": lambda run: f"{run['mfu']:.1%}",
+        "MFU (data sheet: 989 TFLOP/s)": lambda run: f"{run['flops'] / run['seconds'] / peak:.1%}",
+        "peak GiB": lambda run: f"{run['peak_memory_gib']:.1f}",
+    }
+    lines = [f"| | {' | '.join(summary)} |", "|---" * (1 + len(summary)) + "|"]
+    lines += [f"| {name} | {' | '.join(map(show, summary.values()))} |" for name, show in rows.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -130,6 +151,7 @@ def write_reference() -> str:
         ("migration", "<!-- migration -->\n", "<!-- /migration -->", write_migration),
         ("recipes", "<!-- recipes -->\n", "<!-- /recipes -->", write_recipes),
         ("memory-and-speed", "<!-- measured -->\n", "<!-- /measured -->", write_measured),
+        ("memory-and-speed", "<!-- gpu -->\n", "<!-- /gpu -->", write_measured_on_gpu),
         ("reference", "# Fields\n", "\n## Fields of TRL and Transformers", write_reference),
     ],
 )
