@@ -190,7 +190,7 @@ def judge_folder(
             "remove the folder"
         )
     if state is State.COLLAPSED and args.guard == "stop":
-        raise UserError(f"output_dir {run}: the guard stopped this run; {status.get('message')}")
+        raise UserError(f"output_dir {run}: the guard stopped this run; {status['message']}")
     if not state.has_model:
         return Start(True)
     return Start(False, list_open(args, status, names))
