@@ -294,9 +294,10 @@ class TrainingRun:
         elif message:
             log.error(message)
         if end.state == State.COLLAPSED and self.folder and is_main_process():
+            found = {"verdict": "collapsed", "stopped": True, "last_healthy": status["checkpoint"]}
             health = read_file(self.folder / HEALTH)
             with suppress(OSError):  # the disk may be full; status.json matters more
-                write_json(self.folder / HEALTH, health | {"verdict": "collapsed", "stopped": True})
+                write_json(self.folder / HEALTH, health if health.get("stopped") else health | found)
         if self.folder and message:
             write_status(self.folder, State(end.state), end.exit_code, message, any_rank=not is_stop, **status)
             if self.lease:

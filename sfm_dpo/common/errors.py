@@ -57,8 +57,15 @@ class PreflightRefused(RunEnd):
 
 
 class GuardStopped(RunEnd):
+    """`checkpoint`: from which a new run could start, or None."""
+
     exit_code = 4
     state = "collapsed"
+
+    def __init__(self, what: str, remedy: str, *, step: int, checkpoint: str | None):
+        start = f" from {checkpoint} (--resume_from_checkpoint {checkpoint})" if checkpoint else ""
+        message = f"{what}; start a new run{start} in another output_dir, and {remedy}"
+        super().__init__(message, step=step, checkpoint=checkpoint)
 
 
 class StopRequested(RunEnd):  # by the stop file; the same command resumes

@@ -16,8 +16,8 @@ from sfm_dpo.config.checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.config.fields import TrainConfig
 from sfm_dpo.data.lengths import count_trained
 from sfm_dpo.data.pairs import Pairs
-from sfm_dpo.health.guard_rules import SIGMOID_LOSSES, Finding, GuardContext, Log, judge_log
-from sfm_dpo.run.checkpoint import keep_before
+from sfm_dpo.health.guard_rules import SIGMOID_LOSSES, Finding, GuardContext, judge_log
+from sfm_dpo.run.checkpoint import keep_before, newest_checkpoint
 from sfm_dpo.run.folder import HEALTH, SAMPLES
 
 log = logging.getLogger(__name__)
@@ -33,38 +33,51 @@ class Guard(TrainerCallback, ExportableState):
         self.chosen_tokens = chosen_tokens  # the divisor of rewards that are sums; 1 for a loss on means
         self.prompts = prompts  # token ids; answered every `guard_generations` steps
         self.skip_time = skip_time  # called after that: its seconds are no step's
+        self.run = ""  # absolute output_dir of the run that `began` and `findings` are of
+        self.began = 0  # the step after which it began
         self.findings: list[Finding] = []
         self.stopped: Finding | None = None
-        self.last_healthy: str | None = None  # path of a checkpoint
+        self.last_healthy: str | None = None  # path of a checkpoint; on rank 0
         self.first_texts: list[str] = []  # answers of the first round
 
     def state(self) -> dict[str, Any]:
         """What a resumed run restores (ResumeCallback)."""
-        known = {"findings": self.findings, "last_healthy": self.last_healthy, "first_texts": self.first_texts}
+        known = {"run": self.run, "began": self.began, "findings": self.findings, "first_texts": self.first_texts}
         return {"args": {}, "attributes": known}
 
     def on_train_begin(self, args, state, control, **kwargs):
+        run = str(Path(args.output_dir).absolute())
+        if self.run != run:  # a new run, or one that starts from another run's checkpoint
+            self.run = run
+            self.began = state.global_step
+            self.findings = []
         self.findings = [Finding(*values) for values in self.findings]  # lists, from a checkpoint
         loss_type = main_loss(args.loss_type)
         is_sigmoid = len(args.loss_type) == 1 and loss_type in SIGMOID_LOSSES
-        warmup_steps = args.get_warmup_steps(state.max_steps)
+        warmup_steps = max(args.get_warmup_steps(state.max_steps), self.began)
         other_reference = bool(args.ref_model_name_or_path)
         self.context = GuardContext(
             is_sigmoid, args.beta, self.chosen_tokens, state.max_steps, warmup_steps, other_reference
         )
-        self._write_health(args)
+        self.on_save(args, state, control)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in (logs or {}) or self.stopped:
             return
-        entries = [entry for entry in state.log_history if "loss" in entry]
-        known = {finding.signal for finding in self.findings}
+        known = {finding.signal for finding in self.findings if finding.mode == args.guard}
+        # A checkpoint of another run also holds that run's entries
+        entries = [entry for entry in state.log_history if "loss" in entry and entry["step"] > self.began]
+        found = judge_log(entries, self.context)
         # Metrics are gathered from all ranks, but ranks with different findings would wait for each other forever
-        new = broadcast([finding for finding in judge_log(entries, self.context) if finding.signal not in known])
+        new = broadcast([finding._replace(mode=args.guard) for finding in found if finding.signal not in known])
+        self.findings += new
         for finding in new:
-            self._report(args, entries, finding)
+            is_stop = finding.stops and args.guard == "stop"
+            log.info(f"guard: {'stop' if is_stop else 'warning'}: {finding.describe()}; {finding.remedy}")
+            if is_stop:
+                self.stopped = self.stopped or finding
         if new:
-            self._write_health(args)
+            self.on_save(args, state, control)
         if self.stopped:
             control.should_training_stop = True
         return self.on_epoch_end(args, state, control)
@@ -81,25 +94,11 @@ class Guard(TrainerCallback, ExportableState):
             control.should_evaluate = False
         return control
 
-    def _report(self, args, entries: Log, finding: Finding) -> None:
-        self.findings.append(finding)
-        level = "warning"
-        if finding.stops:
-            if is_main_process() and not self.last_healthy:
-                # An entry at step s describes the weights after s - 1 updates; checkpoint-s holds them after s updates
-                before = max((entry["step"] for entry in entries if entry["step"] < finding.began), default=0)
-                checkpoint = keep_before(args.output_dir, before)
-                self.last_healthy = str(checkpoint) if checkpoint else None
-            if args.guard == "stop":
-                level = "stop"
-                self.stopped = self.stopped or finding
-        log.info(f"guard: {level}: {finding.describe()}; {finding.remedy}")
-
     def raise_if_stopped(self) -> None:
         if self.stopped:
             raise GuardStopped(
-                f"guard: {self.stopped.describe()}; last healthy checkpoint: {self.last_healthy or 'none'}; "
-                f"{self.stopped.remedy}, in another output_dir; to train regardless: guard: warn",
+                f"guard: {self.stopped.describe()}",
+                f"{self.stopped.remedy}; or train on with --guard warn",
                 step=self.stopped.step,
                 checkpoint=self.last_healthy,
             )
@@ -116,15 +115,25 @@ class Guard(TrainerCallback, ExportableState):
         write_json(Path(args.output_dir) / SAMPLES, samples)
         self.skip_time()
 
-    def _write_health(self, args) -> None:
+    def on_save(self, args, state, control, **kwargs):
+        """Writes health.json, with the newest checkpoint from before a collapse as the last healthy one."""
+        if not is_main_process():
+            return
         verdict = "warned" if self.findings else "healthy"
-        if any(finding.stops for finding in self.findings):
+        checkpoint = newest_checkpoint(args.output_dir)
+        stops = [finding for finding in self.findings if finding.stops]
+        if stops:
+            verdict = "standstill"
+        if collapses := [finding.began for finding in stops if finding.signal != "standstill"]:
             verdict = "collapsed"
+            # An entry at step s describes the weights after s - 1 updates; checkpoint-s holds them after s updates
+            steps = [entry["step"] for entry in state.log_history if "loss" in entry]
+            checkpoint = keep_before(args.output_dir, max(step for step in (0, *steps) if step < min(collapses)))
+        self.last_healthy = str(checkpoint) if checkpoint else None
         health = {"verdict": verdict, "stopped": self.stopped is not None, "last_healthy": self.last_healthy}
         health["reasons"] = [finding.describe() for finding in self.findings]
         health["findings"] = [finding._asdict() for finding in self.findings]
-        if is_main_process():
-            write_json(Path(args.output_dir) / HEALTH, health)
+        write_json(Path(args.output_dir) / HEALTH, health)
 
 
 def make_guard(args: TrainConfig, pairs: Pairs, skip_time: Callable[[], None]) -> Guard | None:

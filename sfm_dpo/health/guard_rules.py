@@ -25,7 +25,7 @@ class GuardContext(NamedTuple):
     beta: float
     chosen_tokens: float  # mean of the chosen responses; 1 for a length-normalised loss
     max_steps: int
-    warmup_steps: int
+    warmup_steps: int  # or the step of another run's checkpoint that this run starts from, if that is later
     other_reference: bool = False  # neither do rewards start at 0 nor the loss at ln 2
 
 
@@ -45,13 +45,14 @@ class Finding(NamedTuple):  # as in health.json
     began: int  # the first logged step that shows it
     seen: str
     remedy: str
+    mode: str = ""  # `guard` when the run met it
 
     def describe(self) -> str:
         return f"{self.signal} at step {self.step}, began at step {self.began}: {self.seen}"
 
 
 def judge_log(log: Log, run: GuardContext) -> list[Finding]:
-    """The findings at the end of `log` (in order of steps); those that stop a run come first."""
+    """The findings at the end of `log` (since the run began, in order of steps); those that stop a run come first."""
     findings = []
     for rule in RULES:
         if evidence := rule.check(log, run):

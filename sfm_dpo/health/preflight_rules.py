@@ -71,7 +71,7 @@ def compute_pair_figures(logps: np.ndarray, lengths: np.ndarray) -> dict[str, Fi
 def judge_base_model(figures: dict[str, Figure], loss_type: str) -> tuple[str, list[dict[str, Any]]]:
     """(verdict, findings): "go", "caution" or "no-go", and a finding for each rule that `figures` break.
 
-    A metric is judged by the more favourable end of its interval.
+    A metric is judged by the more favourable end of its interval, so all of the interval breaks the rule.
     """
     findings: list[dict[str, Any]] = []
     for rule in RULES:
@@ -81,11 +81,11 @@ def judge_base_model(figures: dict[str, Figure], loss_type: str) -> tuple[str, l
         if rule.figure == "sum_gap" and not any(f["rule"] == "token_gap" for f in findings):
             limits["no-go"] = None  # long answers are enough to make sums large
         _, low, high = figures[rule.figure]
-        value = low if rule.worse == "above" else high
+        judged = low if rule.worse == "above" else high
         sign = 1 if rule.worse == "above" else -1
         for level, limit in limits.items():
-            if limit is not None and not sign * value <= sign * limit:  # NaN breaks every rule
-                finding = {"rule": rule.figure, "level": level, "value": value, "limit": limit}
+            if limit is not None and not sign * judged <= sign * limit:  # NaN breaks every rule
+                finding = {"rule": rule.figure, "level": level, "figure": figures[rule.figure], "limit": limit}
                 findings.append(finding | {"what": rule.what, "remedy": rule.remedy})
                 break
     levels = {finding["level"] for finding in findings}
@@ -95,5 +95,7 @@ def judge_base_model(figures: dict[str, Figure], loss_type: str) -> tuple[str, l
 
 
 def format_finding(finding: dict[str, Any]) -> str:
-    sizes = f"{finding['value']:.3g}, limit {finding['limit']:g}"
+    value, low, high = finding["figure"]
+    interval = f" (95% interval {low:.3g} to {high:.3g})" if low < high else ""
+    sizes = f"{value:.3g}{interval}, limit {finding['limit']:g}"
     return f"{finding['level']}: {finding['rule']} {sizes} ({finding['what']}): {finding['remedy']}"

@@ -16,7 +16,7 @@ from sfm_dpo.common.secrets import mask
 from sfm_dpo.report.page import FIGURES, changed_fields, format_yaml, render_page
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import CARD, EVALUATION, read_file
-from sfm_dpo.run.reader import judge_learning, list_held_out, read_run
+from sfm_dpo.run.reader import judge_learning, read_run
 from sfm_dpo.run.saved_model import find_on_hub
 
 _CURVES = ("loss", "accuracy", "margin", "rewards")
@@ -76,7 +76,7 @@ def write_model_card(
         base=_format_link(base),
         reference=_format_link(config.get("ref_model_name_or_path") or ""),
         datasets=[_format_link(name, "datasets/") for name in datasets],
-        verdicts=judge_learning(facts) if list_held_out(facts) else [],  # a margin of training pairs proves nothing
+        verdicts=judge_learning(facts),
         figures=[name for name in _CURVES if (folder / FIGURES / f"{name}.png").is_file()],
         repo=repo,
         revision="" if revision == "main" else f', revision="{revision}"',

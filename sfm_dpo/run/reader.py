@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import time
 from collections.abc import Collection, Iterable
 from datetime import datetime
@@ -13,7 +14,8 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
-from sfm_dpo.common.statistics import mean_interval, wilson
+from sfm_dpo.common.statistics import wilson
+from sfm_dpo.config.effects import MAY_CHANGE
 from sfm_dpo.run.checkpoint import checkpoints
 from sfm_dpo.run.facts import Calibration
 from sfm_dpo.run.folder import (
@@ -23,6 +25,7 @@ from sfm_dpo.run.folder import (
     EVALUATIONS,
     HEALTH,
     LOG,
+    REPORT,
     RESOLVED_CONFIG,
     RUN_FILES,
     STATUS,
@@ -91,33 +94,27 @@ def list_held_out(facts: dict[str, Any]) -> list[tuple[str, int, dict[str, dict[
 
 
 def judge_learning(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """(verdict, sentence) for each held-out set: whether training has changed the reward accuracy, by the 95% interval
-    of the change; without such a set, for the margin of the training pairs.
+    """(verdict, sentence) for each held-out set of a finished run: whether training has changed the reward accuracy,
+    by the 95% interval of the change. Metrics of the training pairs prove nothing.
 
     The reward accuracy of the base model is 0.5, because it is the reference. No verdict is given with another one.
     """
-    if facts["config"].get("ref_model_name_or_path"):
+    if facts["config"].get("ref_model_name_or_path") or not State.of(facts["status"]).has_model:
         return []
     verdicts = []
     for title, pairs, evaluations in list_held_out(facts):
         if "after" in evaluations:
             after = to_float(evaluations["after"].get("rewards/accuracies"))
             change, low, high = (share - 0.5 for share in (after, *wilson(after, pairs)))
-            verdicts.append(_give_verdict(f"the reward accuracy on {title} has changed by", change, low, high))
-    margins = [to_float(entry["rewards/margins"]) for entry in facts["log"] if "rewards/margins" in entry]
-    late = margins[len(margins) // 2 :]
-    if len(late) > 1 and not any(map(eval_prefix, facts["log"])):
-        what = "no pairs were held out, and the mean training margin in the second half of the log is"
-        verdicts.append(_give_verdict(what, *mean_interval(late)))
+            verdict, advice = UNCLEAR
+            if low > 0 or high < 0:
+                verdict, advice = LEARNED if low > 0 else WORSE
+            figures = f"{change:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
+            what = f"the reward accuracy on {title} has changed by {figures}"
+            verdicts.append((verdict, f"{verdict.capitalize()}: {what}{advice}."))
+    if not any(map(eval_prefix, facts["log"])):
+        verdicts.append(("not judged", "Not judged: no pairs were held out (eval_fraction)."))
     return verdicts
-
-
-def _give_verdict(what: str, value: float, low: float, high: float) -> tuple[str, str]:
-    verdict, advice = UNCLEAR
-    if low > 0 or high < 0:
-        verdict, advice = LEARNED if low > 0 else WORSE
-    figures = f"{value:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
-    return verdict, f"{verdict.capitalize()}: {what} {figures}{advice}."
 
 
 def describe_calibration(found: Calibration) -> list[tuple[str, str]]:
@@ -250,8 +247,16 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     held_out: dict[str, Any] = next((entry for entry in reversed(facts["log"]) if "eval_loss" in entry), {})
     evaluations = read_evaluations(run)
     still = [step for step in status.get("open") or [] if step != EVALUATED or list_awaited(run, evaluations)]
+    reported = None
+    with contextlib.suppress(FileNotFoundError), (run / REPORT).open(errors="replace") as page:
+        reported = re.search('<meta name="step" content="([0-9]+)">', page.read(500))
+    logged = facts["log"][-1]["step"] if facts["log"] else 0
+    report = None
+    if reported and not runs and int(reported[1]) < logged:
+        report = f"{REPORT} is as of step {reported[1]}, the run ended at step {logged}"
     return {
         "run": str(run),
+        "config": facts["config"],
         "state": shown,
         "message": status.get("message") or None,
         "open": still,
@@ -268,6 +273,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "evaluation": format_scores(*list(evaluations.items())[-1]) if evaluations else None,
         "GPU-h": count_gpu_hours(environment, status),
         "log": status.get("log"),
+        "report": report,
     }
 
 
@@ -284,20 +290,30 @@ def describe_runs(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 
 def format_runs(runs: list[dict[str, Any]]) -> str:
-    """The runs as text, a line each, then the messages of those that are not done, and each run's last evaluation."""
-    cells = [[_format_cell(run, name) for name in COLUMNS] for run in runs]
-    lines = [format_table(cells, COLUMNS, indent=0)]
+    """The runs as text, a line each with the fields of a sweep; then messages, evaluations, and where to look."""
+    columns = [COLUMNS[0], *list_swept(runs), *COLUMNS[1:]]
+    cells = [[_format_cell(run["config"] | run, name) for name in columns] for run in runs]
+    lines = [format_table(cells, columns, indent=0)]
     notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != State.DONE]
     notes += [f"{run['run']}: to be done by the same command: {', '.join(run['open'])}" for run in runs if run["open"]]
     notes += [f"{run['run']}: {run['evaluation']}" for run in runs if run["evaluation"]]
     notes += [f"{run['run']}: log in {run['log']}" for run in runs if run["log"]]
+    notes += [f"{run['run']}: {run['report']}" for run in runs if run["report"]]
     if notes:
         lines += ["", *notes]
     return "\n".join(lines)
 
 
+def list_swept(runs: list[dict[str, Any]]) -> list[str]:
+    """The fields in which runs differ that make another run of them; none if there are more than four."""
+    configs = [run["config"] for run in runs if run["config"]]
+    names = dict.fromkeys(name for config in configs for name in config if name not in MAY_CHANGE)
+    swept = [name for name in names if len({str(config.get(name)) for config in configs}) > 1]
+    return swept if len(swept) <= 4 else []
+
+
 def _format_cell(run: dict[str, Any], name: str) -> str:
-    value = run[name]
+    value = run.get(name)
     if value is None:
         return "-"
     if name == "step" and run["max_steps"]:

@@ -190,12 +190,7 @@ def judge_folder(
             "remove the folder"
         )
     if state is State.COLLAPSED and args.guard == "stop":
-        healthy = status.get("checkpoint")
-        start = f"from {healthy} (--resume_from_checkpoint {healthy}) " if healthy else ""
-        raise UserError(
-            f"output_dir {run}: the guard stopped this run; start a new run {start}with a lower learning_rate "
-            "in another output_dir, or resume this one with --guard warn"
-        )
+        raise UserError(f"output_dir {run}: the guard stopped this run; {status['message']}")
     if not state.has_model:
         return Start(True)
     return Start(False, list_open(args, status, names))

@@ -419,12 +419,11 @@ class SFMDPOTrainer(DPOTrainer):
             return
         step = self.state.global_step
         healthy = on_main_process(lambda: keep_before(self.args.output_dir, step))
-        start = f" from {healthy} (--resume_from_checkpoint {healthy})" if healthy else ""
         raise GuardStopped(
-            f"step {step}: {what} is not finite, so nothing is saved; start a new run{start} with a lower "
-            "learning_rate in another output_dir",
+            f"step {step}: {what} is not finite, so nothing is saved",
+            "lower learning_rate by a factor of 3 to 10",
             step=step,
-            checkpoint=healthy and str(healthy),
+            checkpoint=str(healthy) if healthy else None,
         )
 
     # Upstream: transformers 5.24, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT

@@ -11,7 +11,7 @@ import torch
 from sfm_dpo.common import distributed
 from sfm_dpo.common.cli import command, reads_runs
 from sfm_dpo.common.distributed import explain_missing_gpus
-from sfm_dpo.common.errors import GuardStopped, UserError
+from sfm_dpo.common.errors import PreflightRefused, UserError
 from sfm_dpo.common.files import PROJECT, format_table
 from sfm_dpo.config.fields import parse_config
 
@@ -21,7 +21,7 @@ from sfm_dpo.config.fields import parse_config
     [
         (None, 0, ""),
         (3, 3, ""),
-        (GuardStopped("too bad: hf_" + "a" * 34), 4, "error: too bad: ***\n"),
+        (PreflightRefused("too bad: hf_" + "a" * 34), 3, "error: too bad: ***\n"),
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
         (PermissionError(13, "Permission denied", "/a"), 2, "error: /a: Permission denied; ask its owner\n"),
     ],

@@ -10,12 +10,14 @@ from pathlib import Path
 import generate
 import push_to_hub
 import pytest
+from transformers import TrainerCallback
 
 import train_dpo
 from sfm_dpo.health.guard_rules import Finding, GuardContext, judge_log
-from sfm_dpo.run.folder import read_status
+from sfm_dpo.run.checkpoint import STOP
+from sfm_dpo.run.folder import HEALTH, read_file, read_status
 from sfm_dpo.train.trainer import SFMDPOTrainer
-from tests.toolbox import logged, on_cpu
+from tests.toolbox import error_line, logged, on_cpu
 
 # A failed project's runs, losses on sums: (step, loss, margin)
 FAST_RUN = [(1, 0.690, 0.006), (5, 0.276, 1.145), (6, 0.006, 5.156), (8, 0.0, 12.962), (10, 0.0, 18.207)]
@@ -172,7 +174,7 @@ def test_a_collapse_is_stopped_and_the_last_healthy_checkpoint_kept(command, tmp
     assert train_dpo.main(command + COLLAPSE) == 2  # it does not go on by itself
     line = capsys.readouterr().err
     assert "the guard stopped this run" in line
-    remedy = re.search(r"\((--resume_from_checkpoint \S+)\) with a lower learning_rate in another output_dir", line)[1]
+    remedy = re.search(r"\((--resume_from_checkpoint \S+)\) in another output_dir, and lower learning_rate", line)[1]
     lower = [*COLLAPSE[:1], "1e-5", *COLLAPSE[2:], "--output_dir", str(tmp_path / "lower"), *remedy.split()]
     assert train_dpo.main([*command, *lower]) == 0
     before = {entry["step"]: entry["learning_rate"] for entry in logged(out) if "learning_rate" in entry}
@@ -211,4 +213,39 @@ def test_a_model_that_is_not_finite_is_neither_saved_nor_done(command, tmp_path,
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["state"] == "collapsed" and status["checkpoint"].endswith("checkpoint-2")
     assert not list((tmp_path / "run").glob("*.safetensors")) and not (tmp_path / "run/checkpoint-4").exists()
-    assert json.loads((tmp_path / "run/health.json").read_text())["verdict"] == "collapsed"
+    health = json.loads((tmp_path / "run/health.json").read_text())
+    assert (health["verdict"], health["last_healthy"]) == ("collapsed", status["checkpoint"])
+
+
+class StopAt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 105:
+            (Path(args.output_dir) / STOP).touch()
+
+
+@pytest.mark.slow
+def test_a_finding_silences_its_own_run_and_mode_alone(command, tmp_path, capsys, no_report):
+    """A run that does not move under guard: warn, then another run from its checkpoint, then itself under stop."""
+    run = tmp_path / "run"
+    still = [*command, *"--learning_rate 1e-12 --warmup_steps 0 --max_steps 130 --save_steps 20".split()]
+    assert train_dpo.main([*still, "--guard", "warn"], callbacks=[StopAt()]) == 75
+    health = read_file(run / HEALTH)
+    assert (health["verdict"], health["last_healthy"]) == ("standstill", str(run / "checkpoint-105"))
+
+    other = tmp_path / "other"
+    start = ["--resume_from_checkpoint", health["last_healthy"]]
+    assert train_dpo.main([*still, *start, "--output_dir", str(other)]) == 0  # of 100 flat entries 25 are its own
+    health = read_file(other / HEALTH)
+    assert (health["verdict"], health["findings"]) == ("healthy", [])
+    assert health["last_healthy"] == str(other / "checkpoint-130")
+
+    assert train_dpo.main(still) == 4
+    status, health = read_status(run), read_file(run / HEALTH)
+    assert (status["state"], status["exit_code"], status["step"]) == ("collapsed", 4, 106)
+    assert (health["verdict"], health["stopped"]) == ("standstill", True)
+    assert [finding["mode"] for finding in health["findings"]] == ["warn", "stop"]
+    capsys.readouterr()
+    assert train_dpo.main(still) == 2
+    line = error_line(capsys.readouterr().err)
+    assert status["message"] in line and "and raise learning_rate by a factor of 10;" in line and "lower" not in line
+    assert "or train on with --guard warn" in line and train_dpo.main([*still, "--guard", "warn"]) == 0

@@ -12,7 +12,7 @@ from scripts import preflight
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.tokenization import tokenize_pairs
 from sfm_dpo.health.preflight import count_wrong_rope_layers, inspect_tokens, run_preflight
-from sfm_dpo.health.preflight_rules import compute_pair_figures, exact, judge_base_model
+from sfm_dpo.health.preflight_rules import compute_pair_figures, exact, format_finding, judge_base_model
 from sfm_dpo.run.facts import ForwardPath
 from sfm_dpo.train.base_model import base_model
 from sfm_dpo.train.reference_cache import add_reference
@@ -60,6 +60,15 @@ def test_recorded_log_probs_are_no_go(loss_type):
     assert verdict == "no-go"
     assert rules["token_gap"] == rules["chosen_logp"] == "no-go"
     assert ("sum_gap" in rules) == (loss_type == "sigmoid")
+
+
+def test_a_finding_shows_the_interval_that_is_judged():
+    figures = {"chosen_logp": (-6.92, -7.06, -6.78), "token_gap": (-2.6, -2.8, -2.4), "cut": exact(0.3)}
+    verdict, findings = judge_base_model(figures, "sigmoid_norm")
+    gap, chosen, cut = map(format_finding, findings)
+    assert gap.startswith("caution: token_gap -2.6 (95% interval -2.8 to -2.4), limit -1 (")
+    assert chosen.startswith("no-go: chosen_logp -6.92 (95% interval -7.06 to -6.78), limit -4.5 (")
+    assert cut.startswith("caution: cut 0.3, limit 0.25 (share") and verdict == "no-go"
 
 
 LONGER_CHOSEN = {"chosen": -1.0, "rejected": -1.0, "lengths": (1500, 800)}  # sums 600 nats apart, but no token gap

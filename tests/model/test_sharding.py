@@ -1,13 +1,16 @@
 """Which layers are checkpointed; DeepSpeed's buckets hold the largest tensor of every shape."""
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.model.loading import blocks, checkpoint_layers, meta_model
 from sfm_dpo.model.sharding import fit_buckets, zero_config
+from tests.e2e.runs import make_place
 from tests.tiny_models import tiny_config, tiny_model
+from tests.toolbox import pairs
 
 
 @pytest.mark.parametrize("count", range(9))
@@ -29,3 +32,20 @@ def test_every_shape_fits_in_the_buckets(launch):
         assert fit_buckets(zero, meta_model(AutoConfig.from_pretrained(config.parent))) == zero
     with pytest.raises(UserError, match=r"reduce_bucket_size 1000: .* 16640 elements, .* set it to 16640 or more"):
         fit_buckets(zero | {"reduce_bucket_size": 1000}, tiny_model("llama"))
+
+
+@pytest.mark.slow
+def test_under_fsdp2_the_gradient_of_the_head_is_reduced(tmp_path):
+    """TRL's fused head reads its weight outside the forward of the module that FSDP2 gathers it for. One step of SGD
+    shows the gradient: on two processes it is that of one process, and not that of half of the pairs."""
+    fields = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "warmup_steps": 0, "max_steps": 1}
+    fields |= {"weight_decay": 0, "max_grad_norm": 1e9, "per_device_train_batch_size": 1}  # 4 micro-batches a process
+    place = make_place(tmp_path, pairs(8), {"llama": {}}, fields)
+    half = {"global_batch_size": 4, "train_sampling_strategy": "random"}
+    runs = place.run_many("single", {"alone": {}, "half": half}) | place.run_many("cpu_fsdp2 2", {"split": {}})
+    before = load_file(place.model / "model.safetensors")["lm_head.weight"]
+    gradients = {
+        run: before - load_file(folder / "model.safetensors")["lm_head.weight"] for run, folder in runs.items()
+    }
+    error, other = ((gradients[run] - gradients["alone"]).norm() for run in ("split", "half"))
+    assert error < 1e-5 * other and other > 0.1 * gradients["alone"].norm() > 0

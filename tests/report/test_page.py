@@ -118,10 +118,21 @@ def test_a_restart_is_drawn_and_steps_are_counted_since_it(run, without_curves):
     (_, svg), *_ = draw_curves(facts, run / "figures", panels=["loss"])
     (_, other), *_ = draw_curves(facts | {"environment": {}}, run / "figures", panels=["loss"])
     assert svg.count("<path") > other.count("<path")
-    log = [entry | {"rewards/margins": 1.0 + entry["step"] / 9} for entry in training(1.0)[1:]]
+
+
+def test_without_held_out_pairs_page_status_and_card_say_that_nothing_was_judged(run, without_curves):
+    """However far the margin of the training pairs has grown; a run that has not ended has no verdict at all."""
+    log = [{"step": i, "loss": 0.69, "rewards/margins": 1.0 + i / 9} for i in range(1, 41)]
     save(run, "trainer_state.json", {"global_step": 40, "log_history": log})
+    (run / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
+    edit(run / "data.json", eval=0)
     write_model_card(run)
-    assert "Learned" in format_summary(run) and "Learned" not in (run / "README.md").read_text()
+    for text in (page_of(run).text, (run / "README.md").read_text(), format_summary(run)):
+        assert "Not judged: no pairs were held out (eval_fraction)." in text and "earned" not in text
+    assert describe_run(run, None, 0.0)["verdict"] == "not judged"
+    save(run, "status.json", {"state": "stopped", "step": 29})
+    assert describe_run(run, None, 0.0)["verdict"] is None
+    assert "Not judged" not in page_of(run).text + format_summary(run)
 
 
 def held_out(before: float, after: float) -> list[dict]:
@@ -129,23 +140,16 @@ def held_out(before: float, after: float) -> list[dict]:
     return [{"step": step, "eval_loss": 0.7, "eval_rewards/accuracies": share} for step, share in values.items()]
 
 
-def training(slope: float) -> list[dict]:
-    return [{"step": i, "loss": 0.69, "rewards/margins": slope * i + 0.02 * (-1) ** i} for i in range(40)]
-
-
 @pytest.mark.parametrize(
-    ("log", "pairs", "verdict", "words"),
+    ("log", "verdict", "words"),
     [
-        (held_out(0.5, 0.55), 500, "learned", "by +0.050 (95% interval +0.006 to +0.093)"),
-        (held_out(0.47, 0.53), 500, "no evidence of learning", "look at learning_rate"),
-        (held_out(0.5, 0.45), 500, "worse than the base model", "swapped"),
-        (training(0.002), 0, "learned", "no pairs were held out"),
-        (training(0.0), 0, "no evidence of learning", "no pairs were held out"),
-        (training(-0.002), 0, "worse than the base model", "no pairs were held out"),
+        (held_out(0.5, 0.55), "learned", "by +0.050 (95% interval +0.006 to +0.093)"),
+        (held_out(0.47, 0.53), "no evidence of learning", "look at learning_rate"),
+        (held_out(0.5, 0.45), "worse than the base model", "swapped"),
     ],
 )
-def test_the_verdict_is_that_of_the_interval(log, pairs, verdict, words):
-    facts = {"config": {}, "data": {"eval": pairs}, "status": {}, "log": log}
+def test_the_verdict_is_that_of_the_interval(log, verdict, words):
+    facts = {"config": {}, "data": {"eval": 500}, "status": {"state": "done"}, "log": log}
     ((found, sentence),) = judge_learning(facts)
     assert found == verdict and words in sentence
 

@@ -44,7 +44,7 @@ DONE = REPORTED | status("done", open=[])
         (TRAINED | OTHER | status("running"), [], "holds another run (learning_rate is 1.0 there, 1e-06 here)"),
         (TRAINED | OTHER | status("done"), [], "holds another run (learning_rate is 1.0 there"),
         (TRAINED | {"before": {}} | status("running"), [], "resolved_config.yaml: missing or damaged; restore it"),
-        (TRAINED | status("collapsed", checkpoint="c"), [], "start a new run from c (--resume_from_checkpoint c)"),
+        (TRAINED | status("collapsed", message="m"), [], "output_dir r: the guard stopped this run; m"),
         (TRAINED | status("collapsed"), ["--guard", "warn"], "trains"),
         (DONE, PUSH, ["pushed"]),
         (REPORTED | status("done", pushed="commit"), PUSH, []),

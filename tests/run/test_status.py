@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import status
+import yaml
 
 from sfm_dpo.common.process import this_process
+from sfm_dpo.report.page import write_report
 from sfm_dpo.run import reader
 from sfm_dpo.run.checkpoint import STOP, mark_complete, stop_is_for_good
-from sfm_dpo.run.folder import ENVIRONMENT, LOG, STATUS, write_status
+from sfm_dpo.run.folder import ENVIRONMENT, LOG, RESOLVED_CONFIG, STATUS, write_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run, find_runs, format_runs
 from tests.run.test_lock import write_lock
@@ -126,6 +128,38 @@ def test_runs_are_found_given_and_one_folder_deeper_and_told_with_their_last_wor
     assert [found["state"] for found in runs] == ["failed", "unknown", "done"]
     assert format_runs(runs).splitlines()[-1] == f"{bad}: disk full while writing checkpoint-4"
     assert find_runs([bad, tmp_path / "sweep", bad]) == [bad, good]
+
+
+def test_the_fields_of_a_sweep_are_columns(tmp_path):
+    def table() -> list[list[str]]:
+        runs = [describe_run(run, None, time.time()) for run in find_runs([tmp_path])]
+        return [line.split()[1:4] for line in format_runs(runs).splitlines()]
+
+    for rate in (1e-6, 5e-7):
+        run = make(tmp_path / f"{rate}", "done", step=9)
+        fields = {
+            "beta": 5,
+            "data_seed": rate * 1e7,
+            "learning_rate": rate,
+            "output_dir": str(run),
+            "save_steps": rate,
+        }
+        (run / RESOLVED_CONFIG).write_text(yaml.safe_dump(fields))
+    assert table() == [["data_seed", "learning_rate", "state"], ["10.0", "1e-06", "done"], ["5.0", "5e-07", "done"]]
+    (run / RESOLVED_CONFIG).write_text("{learning_rate: 1, seed: 2, max_length: 3, dataset_name: a}")
+    assert table()[0] == ["state", "job", "step"]  # no sweep: the runs differ in six fields
+
+
+def test_a_report_from_before_the_end_is_named(tmp_path, without_curves):
+    run = make(tmp_path / "a", "stopped", starts=0, step=29)
+    (run / LOG).write_text('{"step": 29, "loss": 0.6}\n')
+    write_report(run)
+    assert describe_run(run, None, time.time())["report"] is None
+    (run / LOG).write_text('{"step": 29, "loss": 0.6}\n{"step": 60, "loss": 0.6}\n')
+    shown = format_runs([describe_run(run, None, time.time())])
+    assert shown.endswith(f"{run}: report.html is as of step 29, the run ended at step 60")
+    write_owner(run)  # it runs again
+    assert describe_run(run, None, time.time())["report"] is None
 
 
 def test_a_run_is_stopped_for_good_only_if_it_runs(tmp_path, capsys):
