@@ -22,9 +22,7 @@ REFUSED = {
     "deepspeed": "a launcher sets its own; remove it, and use accelerate launch --config_file accelerate_config.yaml",
     "enable_jit_checkpoint": "ranks could save at different steps; remove it, and stop a run with the file STOP",
     "fp16": "policy and reference would be computed in different precisions; remove it, and set bf16: true on a GPU",
-    **dict.fromkeys(
-        ("fsdp", "fsdp_config"), "a launcher sets it; remove it, and use LAUNCH=fsdp2 or configs/accelerate/fsdp2.yaml"
-    ),
+    **dict.fromkeys(("fsdp", "fsdp_config"), "a launcher sets its own; remove it, and use LAUNCH=fsdp2"),
     "hub_always_push": "a checkpoint is not pushed while the push of an earlier one is running; remove it",
     "hub_token": "would be stored with the run; remove it, and put HF_TOKEN into .env",
     "ignore_data_skip": "a resumed run would train on some pairs twice; remove it",
