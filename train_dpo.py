@@ -43,7 +43,7 @@ from sfm_dpo.run.start import Before
 from sfm_dpo.train.base_model import BaseModel, base_model
 from sfm_dpo.train.callbacks import Profiler, Progress, ProgressLine, StopCallback
 from sfm_dpo.train.reference_cache import add_reference, make_cache_folder, reference_root
-from sfm_dpo.train.trainer import SFMDPOTrainer
+from sfm_dpo.train.trainer import SFMDPOTrainer, check_weights
 from sfm_dpo.training_run import TrainingRun, first_facts
 
 log = logging.getLogger("sfm_dpo")
@@ -99,8 +99,10 @@ def main(
 
 
 def check_access(config: Config, before: Before) -> None:
-    """Checks what the run will need later, before data and model are read: LoRA's modules, reference cache and Hub."""
+    """Checks what the run will need later, before data and model are read: the weights' names, LoRA's modules,
+    reference cache and Hub."""
     args = config.train
+    on_main_process(lambda: check_weights(config))
     meta_adapter(config, load_model_config(config))
     if args.precompute_ref_log_probs:
         main_process_first(lambda: make_cache_folder(reference_root()))

@@ -19,10 +19,13 @@ from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 
 from sfm_dpo.common.cli import Arguments, command, reads_runs
 from sfm_dpo.common.distributed import launch_file
 from sfm_dpo.common.errors import UserError, user_input
+from sfm_dpo.config.checks import LAUNCH
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run.folder import make_folder
 from sfm_dpo.run.lock import check_owner
@@ -41,10 +44,13 @@ def main(argv: list[str]) -> int:
     with user_input(f"cannot read {file}", "set LAUNCH to zero2 or the name of a file in configs/accelerate"):
         launch = yaml.safe_load(Path(file).read_text())
         launcher = launch["distributed_type"]
+        arguments = launch_command_parser().parse_args(["--config_file", file, "train_dpo.py"])
+        brought = prepare_multi_gpu_env(_validate_launch_command(arguments)[0])
         processes = " ".join(words) or str(launch["num_processes"])
     if not processes.isdecimal() or int(processes) < 1:
         raise UserError(f"{processes}: give a launch file, the number of processes, then train_dpo.py's options")
-    os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # as the launcher does; dtype depends on it
+    os.environ |= {name: brought[name] for name in LAUNCH.keys() & brought.keys()}  # as the launcher does
+    os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # dtype depends on it
     if deepspeed := launch.get("deepspeed_config"):
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = deepspeed["deepspeed_config_file"]
     config = parse_config(options, world_size=int(processes))

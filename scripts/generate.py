@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from sfm_dpo.common.cli import Arguments, command, number, reads_runs
-from sfm_dpo.common.errors import user_input
+from sfm_dpo.common.errors import explain_path, user_input
 from sfm_dpo.health.guard import continue_prompts
 from sfm_dpo.model.loading import load_model
 from sfm_dpo.run.saved_model import find_model, find_run
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
 
 def load(name: str, revision: str | None = None) -> tuple:
     dtype = "auto" if torch.cuda.is_available() else "float32"  # bf16 is slow on CPU
-    with user_input(f"{name}: neither a folder with a model nor a model on the Hub"):
+    with user_input(f"{name}: neither a folder with a model nor a model on the Hub", explain_path(name)):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     return load_model(name, {"dtype": dtype, "revision": revision}).eval(), tokenizer
 

@@ -42,7 +42,8 @@ def main(argv: list[str]) -> int:
     model = find_model(options.path)
     if not options.publish_anyway:
         check_health(model, remedy=", or add --publish_anyway")
-    repo = options.hub_model_id or choose_repo(model.config, model.run)
+    given = {"hub_model_id": options.hub_model_id} if options.hub_model_id else {}
+    repo = choose_repo(model.config | given, model.run)
     revision = options.hub_revision or model.config.get("hub_revision")
     private = model.config.get("hub_private_repo", True)
     if options.hub_private_repo:

@@ -97,7 +97,8 @@ def number(kind: type, lowest: float, highest: float = math.inf) -> Callable[[st
     def read(text: str) -> Any:
         value = kind(text)
         if not lowest <= value <= highest:
-            raise argparse.ArgumentTypeError(f"{text!r} must be from {lowest:g} to {highest:g}")
+            most = f" and at most {highest:g}" if highest < math.inf else ""
+            raise argparse.ArgumentTypeError(f"{text!r}: must be at least {lowest:g}{most}")
         return value
 
     read.__name__ = kind.__name__  # argparse: "invalid float value"

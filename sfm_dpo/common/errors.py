@@ -4,6 +4,7 @@ import difflib
 import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 # Exit codes without an exception
@@ -107,6 +108,12 @@ def collect_errors(problems: list[str]) -> Iterator[None]:
         yield
     except UserError as error:
         problems.append(str(error))
+
+
+def explain_path(name: str) -> str:
+    """The remedy for a name that is neither a folder nor on the Hub, if it looks like a path: its parent exists."""
+    parent = Path(name).parent
+    return f"check the path: {parent} has no {Path(name).name}" if parent.parts and parent.is_dir() else ""
 
 
 def nearest(name: Any, known: Iterable[str], prefix: str = "") -> str:

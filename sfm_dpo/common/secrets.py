@@ -10,6 +10,7 @@ from typing import Any
 from dotenv import dotenv_values
 
 from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.errors import Interrupted
 from sfm_dpo.common.files import PROJECT
 
 _SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|HOOK)S?(_|\d|$)")
@@ -54,6 +55,9 @@ def mask_values(content: Any) -> Any:
 
 
 def mask_traceback(kind, error, trace) -> None:
-    """For sys.excepthook: a library's message may contain the token it was given. Ctrl-C prints one line."""
-    lines = traceback.format_exception(kind, error, trace) if kind is not KeyboardInterrupt else ["\ninterrupted\n"]
-    print(mask("".join(lines)), end="", file=sys.stderr, flush=True)
+    """For sys.excepthook: a library's message may contain the token it was given. Ctrl-C, for instance while libraries
+    are imported, prints one line and ends with its exit code."""
+    if kind is KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr, flush=True)
+        sys.exit(Interrupted.exit_code)
+    print(mask("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)

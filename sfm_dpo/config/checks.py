@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -19,6 +20,7 @@ from trl import DatasetMixtureConfig, DPOConfig, ModelConfig
 
 from sfm_dpo.common.distributed import launched_with, zero_stage
 from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
+from sfm_dpo.config.effects import REFUSED
 
 MIGRATION = Path(__file__).with_name("migration.csv")  # also the tables of docs/migration.md
 LOSS_TYPES = (
@@ -46,28 +48,14 @@ _RANGES = [  # (lowest, highest, in words, fields); a field without a value is n
     (0, 0.99, "at least 0 and below 1", "eval_fraction"),
     (0, 2**32 - 1, "at least 0 and below 2**32", "seed data_seed"),
 ]
-
-# Fields of TRL and Transformers that break training, metrics, guard, preflight or resume
-REFUSED = {
-    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "the model would be saved in 16 bit; remove it"),
-    "auto_find_batch_size": "would change the global batch; remove it",
-    "deepspeed": "a launcher sets its own; use accelerate launch --config_file accelerate_config.yaml",
-    "enable_jit_checkpoint": "ranks could save at different steps; remove it, and stop a run with the file STOP",
-    "fp16": "policy and reference would be computed in different precisions; use bf16",
-    "hub_always_push": "a checkpoint is not pushed while the push of an earlier one is running; remove it",
-    "ignore_data_skip": "a resumed run would train on some pairs twice; remove it",
-    "label_smoothing_factor": "is for Trainer's cross-entropy; with loss_type robust or exo_pair set label_smoothing",
-    "ld_alpha": "metrics, preflight and the check of step 0 would ignore its weights; remove it",
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "quantised weights are untested here; set use_peft alone"),
-    "load_best_model_at_end": "remove it, and push the best checkpoint: scripts/push_to_hub.py RUN/checkpoint-N",
-    "metric_for_best_model": "remove it, compare eval_loss by step, and push the best checkpoint",
-    "neftune_noise_alpha": "adds noise to the policy alone, so the loss would not start at ln 2; remove it",
-    "restore_callback_states_from_checkpoint": "callbacks are restored without it; remove it",
-    "save_only_model": "a run could not be resumed without its optimizer; remove it",
-    "streaming": "pairs are checked before training, so they cannot be streamed",
-    "sync_ref_model": "checkpoints do not store the synchronised reference, so a resumed run would lose it; remove it",
-    "test_split_size": "set eval_fraction instead, which uses `seed`",
-    "use_liger_kernel": "would apply to the policy but not to the reference; set torch_compile: true instead",
+# What a launcher may bring in its environment: by variable, the value that works, and the remedy
+LAUNCH = {
+    "ACCELERATE_MIXED_PRECISION": ("no", "remove mixed_precision there, and set bf16 in the recipe"),
+    "ACCELERATE_DYNAMO_BACKEND": ("no", "remove dynamo_config there, and set torch_compile in the recipe"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("false", "remove parallelism_config there"),
+    "FSDP_VERSION": ("2", "set fsdp_version: 2 there, as configs/accelerate/fsdp2.yaml does"),
+    # otherwise all ranks but rank 0 would have an empty reference model
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": ("false", "set fsdp_cpu_ram_efficient_loading: false there"),
 }
 
 
@@ -114,7 +102,8 @@ def list_data_conflicts(c: argparse.Namespace) -> Iterator[Conflict]:
     if c.dataset_name and c.datasets:
         yield "dataset_name", "datasets is also set; keep one of them, or empty the recipe's with --datasets="
     if c.max_prompt_length and c.max_length and c.max_prompt_length >= c.max_length:
-        yield "max_prompt_length", f"must be below max_length {c.max_length}, to leave room for the response"
+        room = f"leaves no room for a response in max_length {c.max_length}"
+        yield "max_prompt_length", f"{room}; set max_prompt_length: {c.max_length // 2}"
 
 
 def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Iterator[Conflict]:
@@ -160,7 +149,7 @@ def list_batch_conflicts(c: argparse.Namespace, world_size: int) -> Iterator[Con
         pairs = f"the pairs per device (TRL's default: {DPOConfig.per_device_train_batch_size})"
         product = f"{c.gradient_accumulation_steps} x {world_size} process(es) x {given or pairs}"
         meant = f"{given * c.gradient_accumulation_steps * world_size} ({product})" if given else product
-        remedy = f"remove the field, and set global_batch_size to {meant}"
+        remedy = f"remove the field, and set global_batch_size: {meant}"
         yield "gradient_accumulation_steps", f"follows from global_batch_size {c.global_batch_size}; {remedy}"
     if c.checkpointed_layers and False in (c.gradient_checkpointing, c.activation_checkpointing):
         yield "checkpointed_layers", "gradient_checkpointing is false; remove one of the two"
@@ -176,19 +165,19 @@ def list_evaluation_conflicts(c: argparse.Namespace, training: bool) -> Iterator
     if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         yield "profile_steps", "must be the first and the last step to profile, for instance [10, 12]"
     if c.guard_generations and not c.eval_fraction:
-        yield "guard_generations", "needs prompts: set eval_fraction"
+        yield "guard_generations", "needs prompts; set eval_fraction: 0.02"
     if c.guard_generations and (launched_with() == "fsdp" or zero_stage() == 3):
         yield "guard_generations", "needs the full weights on each rank; use ZeRO-2, or set 0"
     if c.logging_strategy == "no" and c.guard != "skip":
         yield "logging_strategy", "the guard reads the log; remove it, or set guard: skip"
     if c.eval_strategy != "no" and not c.eval_fraction and not c.eval_datasets:
-        yield "eval_strategy", "there are no pairs to evaluate; set eval_fraction, for instance 0.02, or eval_datasets"
+        yield "eval_strategy", "there are no pairs to evaluate; set eval_fraction: 0.02, or eval_datasets"
     if c.save_strategy == "best":
-        yield "save_strategy", "a run could not be resumed; set it to steps or epoch"
+        yield "save_strategy", "a run could not be resumed; set save_strategy: steps"
     for error in find_template_errors(c.eval_command, training):
         yield "eval_command", error
     if c.eval_command and c.save_strategy == "no":
-        yield "save_strategy", "eval_command needs checkpoints; set it to steps or epoch"
+        yield "save_strategy", "eval_command needs checkpoints; set save_strategy: steps"
 
 
 def list_machine_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Iterator[Conflict]:
@@ -206,10 +195,25 @@ def list_machine_conflicts(c: argparse.Namespace, world_size: int, training: boo
         yield "use_cpu", f"one process sees {gpus} GPUs; use accelerate launch, or set CUDA_VISIBLE_DEVICES=0"
 
 
+def list_launch_errors(bf16: bool) -> Iterator[str]:
+    """What a launcher brings that would overrule the recipe, or that no run can have."""
+    for variable, (good, remedy) in LAUNCH.items():
+        value = os.environ.get(variable, good).lower()
+        if value != good and not (bf16 and value == "bf16"):
+            yield f"{variable} {value}: comes from the launch configuration or its options; {remedy}"
+
+
+def list_changed(namespace: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Those of these fields of TRL and Transformers that have neither their default nor an empty value."""
+    fields = [field for part in (DPOConfig, ModelConfig, DatasetMixtureConfig) for field in dataclasses.fields(part)]
+    defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    return [name for name in sorted(names) if (vars(namespace)[name] or None) != (defaults.get(name) or None)]
+
+
 def check_fields(namespace: argparse.Namespace, world_size: int, training: bool) -> list[str]:
     """What is wrong with ranges and combinations, each with the field, its value and the remedy."""
     values = vars(namespace)
-    problems: list[str] = []
+    problems = [*list_launch_errors(namespace.bf16)] if training else []
     for lowest, highest, words, names in _RANGES:
         for name in names.split():
             value = values[name]
@@ -222,9 +226,8 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
         remedy = "use HF_TOKEN in .env, and the fields dtype and model_revision"
         problems.append(f"model_init_kwargs: cannot set a token, dtype or revision; {remedy}")  # without the token
     reported = {problem.split()[0].rstrip(":") for problem in problems}
-    parts = (DPOConfig, ModelConfig, DatasetMixtureConfig)
-    defaults = {field.name: field.default for part in parts for field in dataclasses.fields(part)}
-    refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name] != defaults[name]]
+    changed = list_changed(namespace, REFUSED.keys() - {"accelerator_config"})  # checked where it is read
+    refused = [(name, REFUSED[name]) for name in changed]
     conflicts = [  # also of values that are out of their range
         *list_data_conflicts(namespace),
         *list_objective_conflicts(namespace, world_size, training),
@@ -235,23 +238,25 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
     ]
     for name, remedy in [*refused, *conflicts]:
         if name not in reported:
-            problems.append(f"{name} {values[name]}: {remedy}")
+            problems.append(f"{name} {'***' if name == 'hub_token' else values[name]}: {remedy}")
     with collect_errors(problems):
         read_eval_sets(namespace.eval_datasets)
     return problems
 
 
-def check_length_of_run(args: Any, pairs: int) -> None:
-    """Raises UserError if a run on `pairs` pairs ends before its warm-up does: one step would change no weight."""
+def check_length_of_run(args: Any, pairs: int = 0) -> None:
+    """Raises UserError if a run, of max_steps or else on `pairs` pairs, ends before its warm-up does: one step would
+    change no weight."""
     steps = args.max_steps
+    remedy = "raise max_steps"
     if steps < 1:
         steps = math.ceil(pairs // args.global_batch_size * args.num_train_epochs)
+        remedy = f"use a smaller global_batch_size for these {pairs} pairs"
     has_warmup = args.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau")
     if has_warmup and args.get_warmup_steps(steps) >= steps:
-        raise UserError(
-            f"warmup_steps {args.warmup_steps:g}: the run has only {steps} step(s), on {pairs} pairs; "
-            f"{'raise max_steps' if args.max_steps > 0 else 'use a smaller global_batch_size'}, or set warmup_steps: 0"
-        )
+        share = 0.1 if steps > 1 else 0  # 0.1 leaves at least a step of warm-up and one after it
+        what = f"warmup_steps {args.warmup_steps:g}: the run has only {steps} step(s)"
+        raise UserError(f"{what}; {remedy}, or set warmup_steps: {share}")
 
 
 def find_template_errors(template: str | None, training: bool) -> Iterator[str]:

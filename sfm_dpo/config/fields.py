@@ -27,12 +27,15 @@ from huggingface_hub.constants import HF_HOME
 from transformers import SchedulerType
 from transformers.hf_argparser import HfArg
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_peft_config
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
-from sfm_dpo.common.errors import UserError, collect_errors, user_input
-from sfm_dpo.config.checks import LOSS_TYPES, check_fields, check_known, explain_migrated, explain_unknown
+from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
+from sfm_dpo.config import checks
+from sfm_dpo.config.checks import LOSS_TYPES, check_known
+from sfm_dpo.config.effects import REFUSED, UNUSED
 
 log = logging.getLogger(__name__)
 
@@ -235,8 +238,19 @@ class FieldParser(TrlParser):
         meaning = " ".join(str(self.fields[name].help).replace("%%", "%").split())
         return shown, meaning.partition(". ")[0].rstrip(".") + "."
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value is not None:  # a field that was emptied, see `accept_empty`
+            super()._check_value(action, value)
+
     def error(self, message: str):  # argparse would print several hundred lines of usage
-        raise UserError(re.sub(r"^argument --(\w+)\S*: ", r"\1: ", message))
+        message = re.sub(r"^argument --(\w+)\S*: ", r"\1: ", message)
+        name = message.partition(":")[0]
+        if name in REFUSED:
+            raise UserError(f"{name}: {REFUSED[name]}")
+        default = self.fields[name].default
+        example = 1 if default is None else default
+        message = re.sub(r"(invalid (int|float) value: .*)", rf"\1; give a number, such as {example}", message)
+        raise UserError(re.sub("Truthy value expected: (got .*?) but.*", r"\1; give true or false", message))
 
 
 def accept_empty(to_type: Any) -> Callable[[str], Any]:
@@ -272,17 +286,19 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
     if training and namespace.use_cpu and namespace.flash_attention != "auto":
         log.info(f"flash_attention {namespace.flash_attention}: not used on a CPU, where SDPA computes attention")
+    if training and namespace.use_cpu and namespace.bf16:
+        log.warning("bf16 True: slower than fp32 on most CPUs; set bf16: false")
     if namespace.bf16 is None:
         namespace.bf16 = not namespace.use_cpu  # TRL's default is true everywhere
     namespace.dtype = namespace.dtype or "float32"
-    if namespace.hub_token:  # trackers record the arguments, and other users can read a command line
-        problems.append("hub_token: would be stored with the run; put HF_TOKEN into .env instead")
-    problems += check_fields(namespace, world_size, training)
+    problems += checks.check_fields(namespace, world_size, training)
     if namespace.eval_strategy == "no" and namespace.eval_steps not in (None, TrainConfig.eval_steps):
         problems.append(f"eval_steps {namespace.eval_steps:g}: has no effect; set eval_strategy: steps, or remove it")
     with collect_errors(problems):
         check_locks()
     if training:
+        for name in checks.list_changed(namespace, UNUSED):
+            log.warning(f"{name}: has no effect here, see docs/reference.md")
         with collect_errors(problems):
             namespace.report_to = resolve_report_to(namespace.report_to)
     # A field that was not read has no other problem; without its datasets, a recipe has no dataset_name either
@@ -304,8 +320,12 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     for name, value in vars(train).items():
         if name.endswith("_kwargs") and not isinstance(value, dict | None):
             raise UserError(f"{name} {value}: give a mapping, such as {{a: 1}}")
+    if train.accelerator_config != AcceleratorConfig():  # which resolved_config.yaml holds
+        raise UserError(f"accelerator_config {namespace.accelerator_config}: {REFUSED['accelerator_config']}")
     if training:
         check_optimizer(train)
+    if training and train.max_steps > 0:
+        checks.check_length_of_run(train)
     return Config(train, model, data)
 
 
@@ -366,6 +386,8 @@ def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> a
     for where, words in options:
         with collect_errors(problems):
             read_words(words, parser, where, namespace)
+    if recipes := [problem for problem in problems if "did you mean --config" in problem]:
+        raise UserError(recipes[0])  # the fields of the recipe would all be missing
     for name in ("model_name_or_path", "ref_model_name_or_path", "resume_from_checkpoint"):
         if path := vars(namespace)[name]:
             setattr(namespace, name, os.path.expanduser(path))
@@ -379,7 +401,7 @@ def read_words(words: list[str], parser: FieldParser, where: str, namespace: arg
     """Sets a field to the value in the words of an option; a list or mapping in YAML is read as in a recipe. Raises
     UserError for an option that is unknown or has a value of a wrong type."""
     option, _, value = words[0].partition("=")
-    name = option.removeprefix("--").replace("-", "_")
+    name = option.lstrip("-").replace("-", "_")
     text = value or " ".join(words[1:])
     action = parser.fields.get(name)
     if action and (re.fullmatch(r"\{.*: .*\}", text, re.DOTALL) or (text.startswith("[") and action.nargs == "+")):
@@ -388,23 +410,28 @@ def read_words(words: list[str], parser: FieldParser, where: str, namespace: arg
     try:
         extra = parser.parse_known_args(words, namespace)[1]
     except UserError as error:
-        raise UserError(f"{where}: {error}{explain_migrated(f'{name}: {text}')}") from None
-    if extra and extra[0] == words[0] and option.startswith("--"):
-        raise UserError(f"unknown option {option}{explain_unknown(name, parser.fields, '--')}")
+        raise UserError(f"{where}: {error}{checks.explain_migrated(f'{name}: {text}')}") from None
     if extra:
-        near = f"; did you mean --config {extra[0]}?" if extra[0].endswith((".yaml", ".yml")) else ""
-        raise UserError(f"unknown option {extra[0]}{near}")
+        stray = extra[0].partition("=")[0]
+        near = checks.explain_unknown(stray.lstrip("-"), parser.fields, "--")
+        if stray.endswith((".yaml", ".yml")):
+            near = f"; did you mean --config {stray}?"
+        raise UserError(f"unknown option {stray}{near}")
 
 
 def read_recipe(path: str, parser: FieldParser, problems: list[str]) -> list[list[str]]:
     """The words of an option for each field of a recipe, with scalars as written: YAML reads `no` as false and 1e-6 as
     text. Adds to `problems` what is unknown or given twice."""
-    if not Path(path).is_file():
-        raise UserError(f"--config {path}: no such file")
+    file = Path(path)
+    if file.is_dir():
+        raise UserError(f"--config {path}: is a folder; give a recipe, a .yaml file")
+    if not file.is_file():
+        raise UserError(f"--config {path}: no such file{nearest(path, map(str, file.parent.glob('*.y*ml')))}")
     with user_input(f"{path} is not valid YAML"):
-        root = yaml.compose(Path(path).read_text(), Loader)
+        root = yaml.compose(file.read_text(), Loader)
     if not isinstance(root, yaml.MappingNode):
-        raise UserError(f"{path} is not valid YAML: a recipe is a mapping such as 'beta: 5'")
+        kind = "empty" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a text"
+        raise UserError(f"--config {path}: is {kind}; a recipe is a mapping, with lines such as 'beta: 5'")
     options: dict[str, list[str]] = {}
     for key, node in root.value:
         name = str(key.value)
@@ -412,8 +439,10 @@ def read_recipe(path: str, parser: FieldParser, problems: list[str]) -> list[lis
             if name in options:  # PyYAML would take the last one
                 raise UserError(f"{path}: {name} is given twice; keep one")
             if name not in parser.fields:
-                raise UserError(f"{path}: unknown field {name!r}{explain_unknown(name, parser.fields)}")
-            options[name] = read_option(name, node, parser)
+                problems.append(f"{path}: unknown field {name!r}{checks.explain_unknown(name, parser.fields)}")
+                name = checks.read_migration().get(name, "")  # for the checks of other fields
+            if name in parser.fields:
+                options.setdefault(name, read_option(name, node, parser))
     return [words for words in options.values() if words]
 
 
@@ -439,7 +468,8 @@ def read_mixture(text: str) -> list[DatasetConfig]:
         given = yaml.load(text or "[]", Loader)
         known = {field.name for field in dataclasses.fields(DatasetConfig)}
         if unknown := sorted({name for entry in given if isinstance(entry, dict) for name in entry} - known):
-            raise ValueError(f"unknown keys {', '.join(unknown)}")
+            remedies = dict.fromkeys(checks.explain_unknown(name, known) for name in unknown)
+            raise ValueError(f"unknown keys {', '.join(unknown)}{''.join(remedies)}")
         entries = [DatasetConfig(**entry) for entry in given]
     fractions = [entry.fraction for entry in entries]
     good = [isinstance(share, int | float) and share > 0 for share in fractions]

@@ -106,6 +106,8 @@ def _load_local(path: Path, split: str, name: str | None) -> Dataset:
     for file in files:
         if not os.access(file, os.R_OK):
             raise UserError(f"dataset_name {file}: cannot be read; check its permissions")
+    if not any(file.stat().st_size for file in files):
+        raise UserError(f"dataset_name {path}: is empty; give a file with rows")
     with user_input(f"dataset_name {path}: cannot be read", "check dataset_config, and that this split has rows"):
         if path.is_dir():
             if not has_configs:

@@ -19,10 +19,11 @@ from typing import Any
 import httpx2
 from huggingface_hub import HfApi, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import validate_repo_id
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sfm_dpo.common.distributed import CPU_ONLY, environment_outside_launcher, is_main_process
-from sfm_dpo.common.errors import NOT_PUSHED, UserError
+from sfm_dpo.common.errors import NOT_PUSHED, UserError, user_input
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.fields import Config, TrainConfig
@@ -128,8 +129,12 @@ def check_push(config: Config, resuming: bool) -> None:
 
 
 def choose_repo(config: Mapping[str, Any], run: Path) -> str:
-    """hub_model_id, or the folder's name, in which other characters than a repository's become hyphens."""
-    return config.get("hub_model_id") or re.sub(r"[^A-Za-z0-9_.]+", "-", run.resolve().name).strip("-.")
+    """hub_model_id, or the folder's name, in which other characters than a repository's become hyphens. Raises
+    UserError for a name that no repository can have."""
+    repo = config.get("hub_model_id") or re.sub(r"[^A-Za-z0-9_.]+", "-", run.resolve().name).strip("-.")
+    with user_input(f"hub_model_id {repo}", "give a name such as my-org/my-model"):
+        validate_repo_id(repo)
+    return repo
 
 
 def start_push(path: Path, args: TrainConfig) -> tuple[subprocess.Popen, list[str]]:

@@ -29,7 +29,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from trl import get_peft_config
 
 from sfm_dpo.common.distributed import on_main_process
-from sfm_dpo.common.errors import UserError, user_input
+from sfm_dpo.common.errors import UserError, explain_path, user_input
 from sfm_dpo.common.files import hash_file
 from sfm_dpo.config.fields import FOLDER, Config
 from sfm_dpo.model.attention import disable_cudnn_attention
@@ -46,7 +46,7 @@ def load_model_config(config: Config) -> PretrainedConfig:
     what = f"{config.model_field} {name}"
     if Path(name).is_file():
         raise UserError(f"{what}: is a file; give the folder that holds the model")
-    with user_input(f"{what}: neither a folder with a model nor a model on the Hub"):
+    with user_input(f"{what}: neither a folder with a model nor a model on the Hub", explain_path(name)):
         base, revision = find_base(name, config.revision)
         options = {"revision": revision, "trust_remote_code": config.train.trust_remote_code}
         model_config = AutoConfig.from_pretrained(base, **options)
@@ -125,12 +125,13 @@ def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if PartialState().distributed_type == DistributedType.NO and PartialState().device.type == "cuda":
         kwargs.setdefault("device_map", "auto")  # as TRL does: read the weights straight into the GPU
-    with user_input(f"{field} {name}: cannot be loaded", "check its files and model_init_kwargs"):
+    suspect = "remove attn_implementation, or " if init_kwargs.get("attn_implementation") else ""
+    with user_input(f"{field} {name}: cannot be loaded", f"{suspect}check its files and model_init_kwargs"):
         model, report = AutoModelForCausalLM.from_pretrained(name, **kwargs)
         if model.generation_config:
             check_generation(model.generation_config)
         correct_config(model, f"{field} {name}")
-    if extra := sorted(report["unexpected_keys"]):
+    if (extra := sorted(report["unexpected_keys"])) and model.device.type != "meta":
         log.warning(f"{field} {name}: {type(model).__name__} has no {extra[0]} (and {len(extra) - 1} more): not saved")
     absent = [f"{key} is missing" for key in sorted(report["missing_keys"])]
     absent += [f"{key[0]} has another shape" for key in sorted(report["mismatched_keys"])]
@@ -207,7 +208,8 @@ def meta_adapter(config: Config, model_config: PretrainedConfig) -> PeftModel | 
     lora = get_peft_config(config.model)
     if lora is None:
         return None
-    with torch.device("meta"), user_input(f"lora_target_modules {lora.target_modules}", "name modules of the model"):
+    remedy = "name modules of the model, or set lora_target_modules: all-linear"
+    with torch.device("meta"), user_input(f"lora_target_modules {lora.target_modules}", remedy):
         return get_peft_model(meta_model(model_config), lora)
 
 

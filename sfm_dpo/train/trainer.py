@@ -53,6 +53,7 @@ from sfm_dpo.model.loading import (
     load_model_config,
     meta_adapter,
     meta_model,
+    read_adapter,
 )
 from sfm_dpo.model.packing import enable_padding_free, find_delta_nets, has_delta_net_kernels
 from sfm_dpo.model.sharding import fit_buckets, keep_precision, local_shard, prepare_blocks, use_fsdp_on_cpu
@@ -544,14 +545,24 @@ def fit_deepspeed_buckets(config: Config) -> None:
         plugin.deepspeed_config["zero_optimization"] = fit_buckets(zero, trained)
 
 
-def load_configured_model(config: Config, is_reference: bool = False) -> PreTrainedModel:
-    """The model of a configuration, for the policy or the reference."""
+def check_weights(config: Config) -> None:
+    """Raises UserError for what `load_configured_model` refuses, such as missing shards or weights, but reads only
+    the names and shapes of weights. Adapters are left to the loading."""
+    with patch("transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref", None):  # ZeRO-3 would shard them
+        for part in config.parts:
+            if not read_adapter(part.model.model_name_or_path):
+                load_configured_model(part, device_map="meta")
+
+
+def load_configured_model(config: Config, is_reference: bool = False, **more: Any) -> PreTrainedModel:
+    """The model of a configuration, for the policy or the reference; `more` options of from_pretrained."""
     options = {
         "trust_remote_code": config.train.trust_remote_code,
         "revision": config.revision,
         "dtype": config.model.dtype,
         "attn_implementation": config.model.attn_implementation,
         **(config.train.model_init_kwargs or {}),
+        **more,
     }
     casts = launched_with() == "zero" or (launched_with() == "fsdp" and is_reference)
     if casts and config.train.bf16 and options["dtype"] == "float32":

@@ -1,10 +1,13 @@
 """What counts as a secret, and what stays legible."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from sfm_dpo.common import secrets
+from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.secrets import load_env_file, mask, mask_traceback
 
 
@@ -33,8 +36,13 @@ def test_what_is_named_like_a_secret_and_looks_like_one_is_masked(write_env, tmp
 def test_a_traceback_is_masked(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_canaryInTraceback")
     mask_traceback(ValueError, ValueError("no access: hf_canaryInTraceback"), None)
-    mask_traceback(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert capsys.readouterr().err == "ValueError: no access: ***\n\ninterrupted\n"
+    assert capsys.readouterr().err == "ValueError: no access: ***\n"
+
+
+def test_ctrl_c_while_libraries_are_imported_is_one_line_and_its_exit_code():
+    command = [sys.executable, "-c", "import sfm_dpo; sfm_dpo.setup(); raise KeyboardInterrupt"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
 
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, True), (0o604, True)])

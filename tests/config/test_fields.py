@@ -5,10 +5,12 @@ import errno
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from unittest.mock import Mock
 from urllib.parse import urlsplit
 
+import check_config
 import pytest
 import yaml
 from transformers import TrainingArguments
@@ -17,8 +19,9 @@ from wandb.sdk.lib.urls import DEFAULT_BASE_URL
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.config.checks import REFUSED
-from sfm_dpo.config.fields import parse_config, resolve_report_to
+from sfm_dpo.config.effects import NO_EFFECT, ORDER, REFUSED, ROUNDING, TOKENS, UNUSED, WEIGHTS
+from sfm_dpo.config.fields import DATACLASSES, parse_config, resolve_report_to
+from tests.toolbox import as_options, edit
 
 NEEDED = {"model_name_or_path": "org/model", "dataset_name": "pairs.jsonl", "use_cpu": True}
 
@@ -111,17 +114,31 @@ def test_a_command_line_reads_the_yaml_of_a_recipe(parse, field, words, value):
         ("--seed -1 --beta five", ["\n- command line: beta: invalid float value: 'five'", "\n- seed -1: must be at"]),
         ("--loss_type simpo", ["loss_type simpo: unknown; here: none ("]),
         ("--loss_type [dpo]", ["loss_type dpo: unknown; here: loss_type: sigmoid (with `beta: 0.1`)"]),
-        ("--bf16 auto", ["command line: bf16: ", "got auto", "; here: none (the default: true on a GPU)"]),
+        ("--bf16 auto", ["line: bf16: got auto; give true or false; here: none (the default: true on a GPU)"]),
         ("--loss_type [a", ["command line: loss_type: ParserError: "]),
         ("--eval_strategy sometimes", ["eval_strategy", "'sometimes'", "'epoch'"]),
         ("recipe.yaml", ["unknown option recipe.yaml; did you mean --config recipe.yaml?"]),
         ("--beta", ["beta", "expected one argument"]),
         ("--config nowhere.yaml", ["nowhere.yaml", "no such file"]),
+        ("--config recipes/thnik.yaml", ["no such file; did you mean recipes/think.yaml?"]),
+        ("--config recipes", ["recipes: is a folder; give a recipe, a .yaml file"]),
+        ("-learning_rate 1e-6", ["unknown option -learning_rate; did you mean --learning_rate?"]),
+        ("--seed 1 learning_rate=1e-6", ["unknown option learning_rate; did you mean --learning_rate?"]),
     ],
 )
 def test_wrong_command_line(parse, cli, parts):
     message = refused(parse, None, *cli.split())
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(("text", "kind"), [("- a", "a list"), ("a", "a text"), ("# beta: 5", "empty")])
+def test_a_recipe_that_is_no_mapping(tmp_path, text, kind):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    with pytest.raises(UserError, match=f"^--config {recipe}: is {kind}; a recipe is a mapping"):
+        parse_config(["--config", str(recipe)])
+    with pytest.raises(UserError, match=rf"^unknown option {recipe}; did you mean --config {recipe}\?$"):
+        parse_config([str(recipe)])
 
 
 OUT_OF_RANGE = """
@@ -155,7 +172,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ("output_dir: $SCRATCH/run", ["output_dir $SCRATCH/run: variables are replaced by a shell only"]),
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, ["model_init_kwargs: cannot set a token, dtype or revision"]),
         ("beta: 5\nbeta: 0.1", ["beta is given twice; keep one"]),
-        ({"max_length": 100, "max_prompt_length": 100}, ["max_prompt_length 100", "max_length 100"]),
+        ({"max_length": 100, "max_prompt_length": 100}, ["max_prompt_length 100: ", "; set max_prompt_length: 50"]),
         ({"truncation_mode": "keep_end"}, ["truncation_mode", "keep_end", "keep_start"]),
         ({"model_name_or_path": "absent"}, ["model_name_or_path"]),
         ({"dataset_name": "absent"}, ["dataset_name"]),
@@ -188,7 +205,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"eval_datasets": {"a": {"path": None}}}, ["eval_datasets {", "must be a mapping", "a: {'path': None}"]),
         ({"eval_datasets": {"eval": "x"}}, ["eval_datasets", "is called eval or train", "eval: x"]),
         ({"eval_steps": 5}, ["eval_steps 5: has no effect; set eval_strategy: steps"]),
-        ({"save_strategy": "best"}, ["save_strategy best", "set it to steps or epoch"]),
+        ({"save_strategy": "best"}, ["save_strategy best", "set save_strategy: steps"]),
         ({"use_peft": True, "lora_task_type": "NOPE"}, ["'NOPE'", "CAUSAL_LM"]),
         ({"dtype": "bfloat16"}, ["dtype bfloat16", "fp32 master weights"]),
     ],
@@ -263,6 +280,7 @@ def test_a_file_of_another_trainer_reads_after_one_correction(tmp_path, text, co
     with pytest.raises(UserError) as caught:
         parse_config(["--config", str(path), "--use_cpu"], world_size=2)
     lines = str(caught.value).split("\n- ")[1:]
+    assert "TRL's default" not in str(caught.value), "the pairs per device stand in the file"
     named = {name for name in given for line in lines if re.search(rf"\b{name}\b", line.split(":")[0])}
     assert len(lines) == count and all(re.search("here: |remove|give a list", line) for line in lines), lines
     path.write_text(yaml.safe_dump({k: v for k, v in given.items() if k not in named} | NEEDED | corrected))
@@ -294,9 +312,11 @@ def test_no_more_processes_read_the_data_than_there_are_cores(parse):
     assert parse({"dataset_num_proc": 1}).train.dataset_num_proc == 1
 
 
-def test_precision_without_a_gpu(parse):
+def test_precision_without_a_gpu(parse, capsys):
     config = parse()
     assert (config.train.bf16, config.model.dtype) == (False, "float32")
+    assert not capsys.readouterr().err
+    assert parse({"bf16": True}).train.bf16 and "bf16 True: slower than fp32" in capsys.readouterr().err
     assert parse({"dtype": "bfloat16", "use_peft": True}).model.dtype == "bfloat16"
 
 
@@ -335,7 +355,7 @@ def test_a_cache_without_file_locks_is_one_line(parse, monkeypatch):
     [
         (["a.jsonl"], "must be a mapping, not str; give a list of mappings such as {path:"),
         ([{"name": "a"}], "missing 1 required positional argument: 'path'; give a list"),
-        ([{"path": "a", "fractoin": 1}], "unknown keys fractoin; give a list"),
+        ([{"path": "a", "fractoin": 1}], "unknown keys fractoin; did you mean fraction?; give a list"),
         ([{"path": "a", "fraction": 0.5}, {"path": "b"}], "fraction [0.5, None]: must be a number above 0 in all"),
         ([{"path": "a", "fraction": 0.8}, {"path": "b", "fraction": -0.2}], "fraction [0.8, -0.2]: must be a number"),
         ([], "dataset_name None: give a Hub id"),
@@ -373,4 +393,34 @@ def test_a_tracker_that_is_not_installed_is_one_line():
 def test_every_field_of_trl_is_in_its_table():
     page = (PROJECT / "docs/reference.md").read_text().split("## Fields of TRL and Transformers")[1]
     ours = {f.name for f in dataclasses.fields(DPOConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
-    assert not {name for name in ours | set(REFUSED) - {"streaming", "test_split_size"} if f"`{name}`" not in page}
+    assert not {name for name in ours | UNUSED | set(REFUSED) if f"`{name}`" not in page}
+
+
+def test_each_field_is_in_one_set_of_the_table():
+    fields = sorted(field.name for cls in DATACLASSES for field in dataclasses.fields(cls))
+    assert fields == sorted(name for names in (REFUSED, NO_EFFECT, ROUNDING, ORDER, TOKENS, WEIGHTS) for name in names)
+
+
+def test_a_field_without_effect_says_so(parse, capsys):
+    parse({"dataloader_drop_last": True, "dataloader_num_workers": 1})
+    assert capsys.readouterr().err == "warning: dataloader_drop_last: has no effect here, see docs/reference.md\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({}, ""),
+        ({"mixed_precision": "fp16"}, "ACCELERATE_MIXED_PRECISION"),
+        ({"mixed_precision": "bf16"}, "ACCELERATE_MIXED_PRECISION"),
+        ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "ACCELERATE_DYNAMO_BACKEND"),
+        ({"parallelism_config": {"parallelism_config_cp_size": 2}}, "ACCELERATE_USE_PARALLELISM_CONFIG"),
+        ({"fsdp_config": {"fsdp_cpu_ram_efficient_loading": True}}, "FSDP_CPU_RAM_EFFICIENT_LOADING FSDP_VERSION"),
+    ],
+)
+def test_what_a_launch_configuration_overrules(tmp_path, capsys, environment, fields, variables):
+    """As accelerate's launcher puts it into the environment, which check_config.py reads before a node starts."""
+    shutil.copy(PROJECT / "configs/accelerate/cpu_fsdp2.yaml", launch := tmp_path / "launch.yaml")
+    edit(launch, **fields)
+    options = as_options(NEEDED | {"output_dir": tmp_path / "run"})
+    assert check_config.main([str(launch), "2", *options]) == (2 if variables else 0)
+    assert set(re.findall(r"\b((?:ACCELERATE|FSDP)_\w+) ", capsys.readouterr().err)) == {*variables.split()}

@@ -45,6 +45,7 @@ MODELS = {
     "kernel": with_config(_attn_implementation="evil/kernel"),
     "encoder": with_config(model_type="t5"),
     "weights_lfs": with_file("model.safetensors", LFS),
+    "no_shard": lambda folder: (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors"),
 }
 RUNS = {"config_list": with_file("resolved_config.yaml", "- a\n")}
 
@@ -68,6 +69,8 @@ def kit(tmp_path_factory, tiny_folder) -> Path:
     packed = gzip.compress((kit / "pairs.jsonl").read_bytes())
     for name, content in {
         "cut.jsonl": packed[: len(packed) // 2],
+        "empty.jsonl": b"",
+        "models/no_shard/model.safetensors.index.json": b'{"metadata": {}, "weight_map": {"a": "gone.safetensors"}}',
         "deep.jsonl": b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
         "list.json": b"[1, 2]",
         "half.jsonl": (kit / "pairs.jsonl").read_bytes() + b'{"prompt": "\\ud83d", "chosen": "a", "rejected": "b"}\n',
@@ -95,6 +98,7 @@ def main_of(command: str) -> Callable[[list[str]], int]:
 CASES = {
     "plan": [
         (f"{RECIPE} --num_gpus four", "--num_gpus: invalid int value: 'four'"),
+        (f"{RECIPE} --num_gpus 0", "--num_gpus: '0': must be at least 1 (see"),
         (f"{RECIPE} --gpu b2000", "--gpu B2000: unknown; "),
         (f"{RECIPE} --num_gpus 3", "global_batch_size ", ": is not a multiple of 3 process(es); choose "),
         (f"{RECIPE} --lengths {{kit}}/list.json", "--lengths", "list.json", "give the JSON of analyze_dataset.py"),
@@ -104,6 +108,7 @@ CASES = {
     "status": [("{kit}/nowhere", "nowhere: no such folder"), ("{kit} --jsn", "unrecognized arguments: --jsn (see")],
     "compare_runs": [(f"{RUN}/trainer_state.json {RUN}", "trainer_state.json: not a run's folder")],
     "push_to_hub": [
+        (f"{RUN} --hub_model_id 'a name/x y'", "hub_model_id a name/x y: ", "give a name such as my-org/my-model"),
         (f"{RUN} --hub_private_repo maybe", "--hub_private_repo: invalid choice: 'maybe'"),
         ("{kit}/runs/config_list", "resolved_config.yaml: missing or damaged", "restore it"),
     ],
@@ -113,7 +118,7 @@ CASES = {
         (f"{RUN} --tasks {{kit}}/task.yaml", "task.yaml: cannot be loaded", "nowhere.jsonl"),
     ],
     "generate": [
-        ("{kit}/nothing hi", "nothing: neither a folder with a model nor a model on the Hub"),
+        ("{kit}/nothing hi", "nothing: neither a folder with a model nor a model on the Hub", "has no nothing"),
         ("{kit}/models/weights_lfs hi", "weights_lfs: cannot be loaded"),
     ],
     "check_config": [
@@ -127,7 +132,11 @@ CASES = {
     "throughput": [("--pairs 3", "--pairs 3: give a multiple of 4 x --accumulation 4")],
     "train_dpo": [
         (f"{TRAIN} --use_peft --lora_target_modules qproj", "lora_target_modules", "name modules of the model"),
-        (f"{TRAIN} --warmup_steps 9", "warmup_steps 9: the run has only 2 step(s), on 8 pairs; use a smaller"),
+        (f"{TRAIN} --warmup_steps 9", "warmup_steps 9: the run has only 2 step(s)", "or set warmup_steps: 0.1"),
+        (f"{TRAIN} --dataset_name {{kit}}/empty.jsonl", "empty.jsonl: is empty; give a file with rows"),
+        # before the data are read
+        (f"{ON}/no_shard --dataset_name nowhere.jsonl", "no_shard: cannot be loaded", "gone.safetensors"),
+        (f"{TRAIN} --attn_implementation flash_attention_2 --dataset_name nowhere.jsonl", "remove attn_impl"),
         (f"{TRAIN} --global_batch_size 16", "there are only 8 pairs", "use a smaller global_batch_size (2), or"),
         (f"{ON}/few_positions", "max_length 256: a pair has", "the model has 8 positions", "set max_length: 8"),
         (f"{TRAIN} --model_name_or_path {{kit}}/model/config.json", "config.json: is a file; give the folder"),
@@ -137,7 +146,7 @@ CASES = {
         (f"{TRAIN} --model_name_or_path /nope", "model_name_or_path /nope: neither a folder with a model nor"),
         (f"{ON}/no_tokenizer", "no_tokenizer: cannot load a tokenizer"),
         (f"{ON}/unknown_type", "model type `lama`"),
-        (f"{ON}/more_layers", "model.layers.3.", "is missing (and 8 more)", "take config.json and weights from"),
+        (f"{ON}/more_layers --dataset_name no", "model.layers.3.", "is missing (and 8 more)", "take config.json and"),
         (f"{ON}/other_size", "mlp", "has another shape"),
         (f"{CHATS}/template_syntax", "its chat template, line 1"),
         (f"{ON}/kernel", "config.json asks for the kernel evil/kernel, code from the Hub; remove it there"),
