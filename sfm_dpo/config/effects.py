@@ -8,8 +8,8 @@ from typing import Any
 
 # Names, places, checks, evaluation and the Hub: the trained weights are the same
 NO_EFFECT = set(
-    """output_dir resume_from_checkpoint verify_checkpoints save_steps save_total_limit
-    report_to run_name project trackio_space_id logging_steps logging_first_step disable_tqdm
+    """output_dir resume_from_checkpoint verify_checkpoints save_strategy save_steps save_total_limit
+    report_to run_name project trackio_space_id logging_strategy logging_steps logging_first_step disable_tqdm
     log_level profile_steps push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
     eval_strategy eval_steps eval_datasets eval_command dataset_num_proc dataloader_num_workers dataloader_pin_memory
     ddp_timeout hang_timeout hub_timeout max_dropped_fraction preflight preflight_only preflight_samples guard
@@ -17,12 +17,13 @@ NO_EFFECT = set(
 )
 # How the same sums are split and computed: the trained weights are the same but for rounding. A loss that depends on
 # the micro-batch is refused (config/checks.py), except the balancing loss of a mixture of experts, for which
-# run/start.py compares the pairs per device. gradient_accumulation_steps follows from the number of processes,
-# which it compares, too.
+# memory/asked.py keeps pairs per device and packing. gradient_accumulation_steps follows from the number of processes,
+# which run/start.py compares.
 ROUNDING = set(
     """per_device_train_batch_size per_device_eval_batch_size precompute_ref_batch_size gradient_accumulation_steps
     gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs
-    checkpointed_layers flash_attention""".split()
+    checkpointed_layers padding_free prefix_sharing flash_attention use_cpu torch_compile torch_compile_backend
+    torch_compile_mode""".split()
 )
 # The data, and which pairs a step has: a checkpoint is continued with the same ones, also in another output_dir
 ORDER = set(

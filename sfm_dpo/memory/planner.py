@@ -162,7 +162,7 @@ class MemoryPlanner:
         gpus = self.gpus
         size = self.dtype.itemsize
         total = self.parameters + (self.trained if self.adapter else 0)
-        state = measure_optimizer(self.config.train, is_flat=launch.startswith("zero"))
+        state = measure_optimizer(self.config.train, is_flat=launch not in ("fsdp2", "none"))
         stored = getattr(torch, self.config.model.dtype or "float32", self.model_config.dtype)  # the latter for auto
         copy = size if size == 2 and stored != self.dtype else 0
         weights, gradients, optimizer = {  # bytes: weights per parameter; gradients, optimizer per trained one
@@ -192,7 +192,8 @@ class MemoryPlanner:
             "buffers": buffers,
         }
         if not self.config.train.precompute_ref_log_probs and (self.reference is not self.model or not self.adapter):
-            states["reference"] = int(size * self.reference.num_parameters() / (gpus if launch == "zero3" else 1))
+            held = weights if launch == "none" else size
+            states["reference"] = int(held * self.reference.num_parameters() / (gpus if launch == "zero3" else 1))
         return states
 
     def list_candidates(self, states: int = 0, ratio: float = 1.0) -> list[Candidate]:
