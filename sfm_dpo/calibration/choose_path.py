@@ -331,20 +331,12 @@ class Comparison:
         return usable
 
     def run_attention(self, kernel: str) -> None:
-        """Attention alone, forward and backward, on two sequences, with the model's heads and windows."""
-        config = self.base.unwrapped().config.get_text_config()
-        heads = config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        of_keys = getattr(config, "num_key_value_heads", None) or heads
-        dtype = torch.bfloat16 if self.base.precision == "bf16" else torch.float32
-        options: dict[str, Any] = {"device": self.base.device, "dtype": dtype, "requires_grad": True}
-        query, key, value = [torch.randn(1, count, 2 * WINDOW, size, **options) for count in (heads, of_keys, of_keys)]
-        bounds = torch.tensor([0, WINDOW, 2 * WINDOW], dtype=torch.int32, device=self.base.device)
+        """Forward and backward of attention alone; waits for no other rank."""
+        options: dict[str, Any] = {"device": self.base.device, "dtype": torch.bfloat16, "requires_grad": True}
+        states = torch.randn(1, 1, WINDOW, 64, **options)
+        bounds = boundary_arguments(torch.tensor([0, WINDOW], dtype=torch.int32, device=self.base.device), WINDOW)
         with self.base.computing(ForwardPath(True, False, kernel)):
-            for window, _ in attention_flops(config):
-                arguments = boundary_arguments(bounds, WINDOW) | {"sliding_window": window}
-                output, _ = packed_attention_forward(torch.nn.Identity(), query, key, value, None, **arguments)
-                output.sum().backward()
+            packed_attention_forward(torch.nn.Identity(), states, states, states, None, **bounds)[0].sum().backward()
 
 
 def try_kernel(kernel: str, action: Callable[..., T], *args: Any) -> T:

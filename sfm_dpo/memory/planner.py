@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 # grow alike
 FIXED_TOKENS = 500
 SIDE = 512  # of the matrix whose optimizer state is measured; bitsandbytes keeps small ones in 32 bit
-ADAMW_STATE = 8.0  # bytes: two moments in fp32
 USABLE = 0.9  # share of a GPU's memory; the rest is for CUDA's context, NCCL and fragmentation
 
 
@@ -39,10 +38,8 @@ def memory_limit(total: float, memory_gib: float | None) -> float:
 
 
 def measure_optimizer(args: TrainConfig, is_flat: bool) -> float:
-    """Bytes of the optimizer's state for each trained weight: the size of its state for one matrix, or for a vector,
-    as in DeepSpeed's partitions (`is_flat`), for which Adafactor keeps more."""
-    if args.optim_target_modules:
-        return ADAMW_STATE  # at most: these optimizers choose among the model's layers
+    """Bytes of the optimizer's state for each trained weight, after a step with one matrix or, if DeepSpeed gives it
+    flat partitions (`is_flat`), for which Adafactor keeps more, with a vector."""
     shape = (SIDE * SIDE,) if is_flat else (SIDE, SIDE)
     weight = torch.nn.Parameter(torch.zeros(shape, device=args.device))
     weight.grad = torch.ones_like(weight)
@@ -51,10 +48,10 @@ def measure_optimizer(args: TrainConfig, is_flat: bool) -> float:
         if hasattr(optimizer, "train"):  # ScheduleFree
             optimizer.train()
         optimizer.step()
-    except Exception as error:  # also of a library that only the cluster has
+    except Exception as error:  # its library is only on the cluster, or it must choose among a model's layers
         log.info(f"optim {args.optim.value}: planned as AdamW, because it cannot be measured here: {error}")
-        return ADAMW_STATE
-    file = io.BytesIO()  # states may be of tensor classes whose `nbytes` is not what they hold
+        return 8.0
+    file = io.BytesIO()  # a quantized state's `nbytes` are not what it holds
     torch.save(optimizer.state_dict()["state"], file)
     return round(file.tell() / weight.numel(), 1)
 
@@ -135,11 +132,10 @@ class MemoryPlanner:
     @cached_property
     def activations(self) -> tuple[Activations, Activations]:
         """With all layers checkpointed, and with none."""
-        computed = self.lengths.computed(True)
-        keys = self.lengths.sequences.sum() / computed.sum() if self.prefix_sharing else 0.0
-        config, dtype, packed = self.model_config, self.dtype, self.packed
-        checkpointed = trace_activations(config, dtype, True, packed, keys)
-        return checkpointed, trace_activations(config, dtype, False, packed, keys)
+        computed = self.lengths.computed(self.prefix_sharing).sum()
+        keys = self.packed * self.lengths.sequences.sum() / computed
+        config, dtype = self.model_config, self.dtype
+        return trace_activations(config, dtype, True, keys), trace_activations(config, dtype, False, keys)
 
     def guess_activations(self) -> None:
         """For a model that cannot be traced: 34 bytes a token, hidden unit and layer in 16 bit (Korthikanti et al.,

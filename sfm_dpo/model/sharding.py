@@ -106,9 +106,9 @@ def suggest_sharding() -> str:
 
 def model_bytes(model: PreTrainedModel | PeftModel, is_fsdp: bool = False) -> int:
     """Size of a saved model, or of its adapter, which is in fp32; under FSDP2 the weights are in fp32, too."""
-    if isinstance(model, PeftModel):
-        return 4 * _count_trained(model)
-    return sum(numel(p) * (4 if is_fsdp else p.element_size()) for p in model.parameters())
+    is_adapter = isinstance(model, PeftModel)
+    written = [p for p in model.parameters() if p.requires_grad or not is_adapter]
+    return sum(numel(p) * (4 if is_fsdp or is_adapter else p.element_size()) for p in written)
 
 
 def checkpoint_bytes(
@@ -118,8 +118,5 @@ def checkpoint_bytes(
     weights under ZeRO and FSDP2; below ZeRO-3 all weights a second time, in DeepSpeed's mp_rank_00_model_states.pt."""
     again = model_bytes(model) if zero_stage in (1, 2) else 0
     masters = 4 if zero_stage or is_fsdp else 0
-    return model_bytes(model, is_fsdp) + again + int((masters + state) * _count_trained(model))
-
-
-def _count_trained(model: torch.nn.Module) -> int:
-    return sum(numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    trained = sum(numel(p) for p in model.parameters() if p.requires_grad)
+    return model_bytes(model, is_fsdp) + again + int((masters + state) * trained)

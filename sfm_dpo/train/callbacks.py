@@ -78,14 +78,13 @@ class Progress(TrainerCallback):
 
 # Messages of torch on CUDA and on CPU, of CUDA's libraries, and of the operating system
 SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
-# By phase, for a batch of several pairs: fields that may change when the run resumes (config/effects.py)
+# By phase, fields that may change when the run resumes (config/effects.py); the first is for a batch of several pairs
 REMEDIES = {
-    "training": "use a smaller per_device_train_batch_size",
-    "the preflight": "use a smaller per_device_train_batch_size",
-    "evaluation": "use a smaller per_device_eval_batch_size",
-    "the reference's forward": "use precompute_ref_batch_size: 1",
+    "training": ["use a smaller per_device_train_batch_size", "set gradient_checkpointing: true"],
+    "the preflight": ["use a smaller per_device_train_batch_size"],
+    "evaluation": ["use a smaller per_device_eval_batch_size"],
+    "the reference's forward": ["use precompute_ref_batch_size: 1"],
 }
-CHECKPOINT = "set gradient_checkpointing: true"
 NEW_RUN = "in a new output_dir, use a smaller max_length or model, or more GPUs"
 
 
@@ -99,19 +98,15 @@ def explain_out_of_memory(error: BaseException, progress: Progress, smaller: str
         return None
     traceback.clear_frames(error.__traceback__)  # they hold the activations; the report needs memory
     what = f"out of memory in {progress.phase}"
-    pairs = None
-    if progress.inputs:
-        mask = progress.inputs["attention_mask"].cpu()
-        pairs = len(mask) // 2
-        size = f", micro-batch of {pairs} pairs, {int(mask.sum()):,} tokens without padding"
-    remedies = [REMEDIES[progress.phase]] if progress.phase in REMEDIES and pairs != 1 else []
+    remedies = REMEDIES.get(progress.phase, [])
     if progress.phase == "training":
         what += f", step {progress.step + 1}"
-        remedies.append(CHECKPOINT)
-        if smaller is not None:
-            remedies = [f"use the next smaller setting: {smaller}"] if smaller else []
-    if pairs:
-        what += size
+    if progress.inputs:
+        mask = progress.inputs["attention_mask"].cpu()
+        what += f", micro-batch of {len(mask) // 2} pairs, {int(mask.sum()):,} tokens without padding"
+        remedies = remedies[len(mask) == 2 :]
+    if progress.phase == "training" and smaller is not None:
+        remedies = [f"use the next smaller setting: {smaller}"] if smaller else []
     reason = str(error)[:120].partition("\n")[0] or type(error).__name__
     text = "; or ".join([*remedies, f"{NEW_RUN}{suggest_sharding()}"])
     return OutOfMemory(f"{what} ({reason}); {text}", step=progress.step)

@@ -27,7 +27,7 @@ from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import LOG, RESOLVED_CONFIG, describe, read_file
 from sfm_dpo.run.start import NEW, choose_start
 from sfm_dpo.train.base_model import base_model
-from sfm_dpo.train.callbacks import CHECKPOINT, NEW_RUN, REMEDIES, Progress, explain_out_of_memory
+from sfm_dpo.train.callbacks import NEW_RUN, REMEDIES, Progress, explain_out_of_memory
 from sfm_dpo.train.trainer import arguments_for_trl
 from tests.e2e.runs import make_place
 from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
@@ -237,7 +237,7 @@ def test_a_remedy_that_would_change_nothing_is_not_printed(launched, monkeypatch
     for phase in REMEDIES:
         progress.phase = phase
         line = str(explain_out_of_memory(MemoryError(), progress, None))
-        expected = f"{CHECKPOINT}; or {NEW_RUN}" if phase == "training" else NEW_RUN
+        expected = f"set gradient_checkpointing: true; or {NEW_RUN}" if phase == "training" else NEW_RUN
         assert "1 pairs, 10 tokens without padding (MemoryError); " in line and line.endswith(f"); {expected}"), phase
 
 
