@@ -34,8 +34,9 @@ from sfm_dpo.health.guard import make_guard
 from sfm_dpo.health.preflight import preflight
 from sfm_dpo.hub.upload import PushCheckpoints, check_push
 from sfm_dpo.memory.asked import Asked, read_asked
+from sfm_dpo.memory.planner import measure_optimizer
 from sfm_dpo.model.loading import identify_models, load_model_config, meta_adapter
-from sfm_dpo.model.sharding import checkpoint_bytes
+from sfm_dpo.model.sharding import checkpoint_bytes, model_bytes
 from sfm_dpo.run.checkpoint import check_disk, peak_checkpoint_count
 from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.reader import eval_prefix
@@ -133,11 +134,14 @@ def build_trainer(
 
 
 def check_space(trainer: SFMDPOTrainer) -> None:
-    """Checks that there is disk space for the checkpoints."""
+    """Checks that there is disk space for the checkpoints or, without any, for the model."""
     args = trainer.config.train
-    if not args.preflight_only:  # it writes no checkpoint
-        size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
-        on_main_process(lambda: check_disk(args.output_dir, size, peak_checkpoint_count(args)))
+    if args.preflight_only:  # it writes neither
+        return
+    state = measure_optimizer(args, is_flat=trainer.zero_stage > 0)
+    size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled, state)
+    model = model_bytes(trainer.model, trainer.is_fsdp_enabled) if args.save_strategy == "no" else None
+    on_main_process(lambda: check_disk(args.output_dir, size, peak_checkpoint_count(args), model))
 
 
 def describe_training(base: BaseModel, facts: RunFacts, pairs: Pairs, before: Before) -> None:

@@ -31,6 +31,7 @@ from sfm_dpo.memory.asked import Asked
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, memory_limit
 from sfm_dpo.model.flops import peak_flops
 from sfm_dpo.model.loading import load_model_config
+from sfm_dpo.model.sharding import suggest_sharding
 from sfm_dpo.run.facts import Calibration, ForwardPath, MicroBatch
 from sfm_dpo.run.reader import describe_calibration
 from sfm_dpo.run.start import Before
@@ -84,9 +85,11 @@ def keeps_micro_batch(args: TrainConfig, asked: Asked, before: Before) -> bool:
     was = before.facts.micro_batch
     if was is None:
         return False
-    size = before.facts.calibration.measured_bytes or before.facts.calibration.planned_bytes
+    found = before.facts.calibration
+    size = found.measured_bytes or found.planned_bytes
     if size and size > find_limit(args, asked):
-        log.info(f"the settings of {before.checkpoint} were measured at {size / 2**30:.2f} GiB: others are chosen")
+        how = "measured" if found.measured_bytes else "planned"
+        log.info(f"the settings of {before.checkpoint} were {how} at {size / 2**30:.2f} GiB: others are chosen")
         return False
     return asked.pairs in (None, was.pairs) and asked.layers in (None, was.checkpointed_layers)
 
@@ -116,7 +119,7 @@ def choose_micro_batch(
                     raise
                 raise KernelError(f"{path.kernel} fails: {str(error)[:300]}") from error
         elif candidate.bytes > plan.limit and not args.preflight_only:
-            plan.refuse(candidate)
+            plan.refuse(f"planned, {candidate}")
         else:
             log.info(f"planned, not measured: {candidate}")
         micro_batch = MicroBatch(candidate.per_device, candidate.checkpointed_layers)
@@ -137,7 +140,7 @@ class MemoryPlan:
     absent: int  # of these, bytes that training will allocate beyond what it frees
     limit: int  # bytes that each process may use
 
-    def refuse(self, smallest: Candidate) -> NoReturn:
+    def refuse(self, smallest: str) -> NoReturn:
         """Raises the UserError for settings of which none fits; names the fields that leave no smaller one."""
         args = self.planner.config.train
         names = ("per_device_train_batch_size", "gradient_checkpointing", "checkpointed_layers")
@@ -146,7 +149,7 @@ class MemoryPlan:
         remedy = f"remove {'these fields' if len(given) > 1 else given[0]}, or " if given else ""
         raise UserError(
             f"memory: {what}no setting fits in {self.limit / 2**30:.2f} GiB; the smallest is {smallest}; "
-            f"{remedy}use a smaller max_length, more GPUs, or LAUNCH=zero3"
+            f"{remedy}use a smaller max_length, or more GPUs{suggest_sharding()}"
         )
 
 
@@ -201,7 +204,7 @@ def find_setting(plan: MemoryPlan, measure: Callable[[Candidate], float]) -> tup
     """
     ratio = 1.0 if plan.planner.on_gpu else CPU_RATIO
     fitting: dict[Candidate, int] = {}
-    failed: list[Candidate] = []
+    failed: dict[Candidate, str] = {}  # with what was measured
     candidate = plan.planner.choose(plan.limit if plan.planner.is_traced else 0, plan.states, ratio)
     while candidate not in failed and len(fitting) + len(failed) < ROUNDS:
         size = measure(candidate)
@@ -215,17 +218,18 @@ def find_setting(plan: MemoryPlan, measure: Callable[[Candidate], float]) -> tup
         if size <= plan.limit:
             fitting[candidate] = int(size)
         else:
-            failed.append(candidate)
+            failed[candidate] = shown
         aim = AIM * plan.limit
         if len(failed) == ROUNDS - 1:
             aim = 0  # the smallest of those that are left
         elif fitting and plan.planner.on_gpu:
             aim = plan.limit
-        candidate = plan.planner.choose(aim, plan.states, ratio, failed)
+        candidate = plan.planner.choose(aim, plan.states, ratio, [*failed])
         if fitting and candidate.work >= min(known.work for known in fitting):
             break
     if not fitting:
-        plan.refuse(failed[-1])
+        smallest, shown = min(failed.items(), key=lambda item: item[0].activations)
+        plan.refuse(f"{smallest.setting}; measured: {shown}")
     best = min(fitting, key=lambda candidate: candidate.work)
     return best, fitting[best]
 

@@ -26,7 +26,7 @@ from sfm_dpo.common.statistics import ALLOWED, LOGP_ROUNDING, TYPICAL_LOGIT
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.sampler import PairSampler
 from sfm_dpo.memory.asked import Asked
-from sfm_dpo.model.attention import usable_kernels
+from sfm_dpo.model.attention import boundary_arguments, packed_attention_forward, usable_kernels
 from sfm_dpo.model.flops import attention_flops
 from sfm_dpo.model.loading import blocks
 from sfm_dpo.model.packing import find_delta_nets, has_delta_net_kernels
@@ -306,13 +306,19 @@ class Comparison:
         """The kernels that may compute `path`, FA2 first. Raises UserError for the one that is asked for, if it fails
         or differs."""
         usable = ["fa2"]
+        if self.base.is_sharded and not asked.kernel:  # FA2 is kept, because speed is not measured
+            return usable
         with self.base.computing(path):
             takes_flash = path.packed and not self.base.attention_kernel().startswith("SDPA")
         for kernel in usable_kernels(asked.kernel or "auto") if takes_flash else ():
             if kernel in broken:
                 continue
             try:
-                compute = partial(try_kernel, kernel, partial(self.compute, replace(path, kernel=kernel)))
+                compute: Callable[..., Any] = partial(self.compute, replace(path, kernel=kernel))
+                if self.base.is_sharded:  # in a forward, ranks wait for each other
+                    try_kernel(kernel, partial(self.run_attention, kernel))
+                else:
+                    compute = partial(try_kernel, kernel, compute)
                 difference = self.find_difference(kernel, compute)
             except KernelError as error:
                 difference = str(error)
@@ -323,6 +329,14 @@ class Comparison:
             else:
                 usable.append(kernel)
         return usable
+
+    def run_attention(self, kernel: str) -> None:
+        """Forward and backward of attention alone; waits for no other rank."""
+        options: dict[str, Any] = {"device": self.base.device, "dtype": torch.bfloat16, "requires_grad": True}
+        states = torch.randn(1, 1, WINDOW, 64, **options)
+        bounds = boundary_arguments(torch.tensor([0, WINDOW], dtype=torch.int32, device=self.base.device), WINDOW)
+        with self.base.computing(ForwardPath(True, False, kernel)):
+            packed_attention_forward(torch.nn.Identity(), states, states, states, None, **bounds)[0].sum().backward()
 
 
 def try_kernel(kernel: str, action: Callable[..., T], *args: Any) -> T:

@@ -43,10 +43,11 @@ REFUSED = {
 }
 # Names, places, checks, evaluation and the Hub: the trained weights are the same
 NO_EFFECT = UNUSED | set(
-    """output_dir resume_from_checkpoint verify_checkpoints save_steps save_total_limit
-    report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_steps
-    logging_first_step disable_tqdm log_level log_level_replica log_on_each_node include_num_input_tokens_seen
-    skip_memory_metrics debug profile_steps push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
+    """output_dir resume_from_checkpoint verify_checkpoints save_strategy save_steps save_total_limit
+    report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_strategy
+    logging_steps logging_first_step disable_tqdm log_level log_level_replica log_on_each_node
+    include_num_input_tokens_seen skip_memory_metrics debug profile_steps push_to_hub hub_model_id hub_strategy
+    hub_private_repo hub_revision
     eval_strategy eval_steps eval_delay eval_datasets eval_command dataset_num_proc dataloader_num_workers
     dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context ddp_backend ddp_timeout hang_timeout hub_timeout max_dropped_fraction preflight
@@ -54,12 +55,13 @@ NO_EFFECT = UNUSED | set(
 )
 # How the same sums are split and computed: the trained weights are the same but for rounding. A loss that depends on
 # the micro-batch is refused (config/checks.py), except the balancing loss of a mixture of experts, for which
-# run/start.py compares the pairs per device. gradient_accumulation_steps follows from the number of processes,
-# which it compares, too.
+# memory/asked.py keeps pairs per device and packing. gradient_accumulation_steps follows from the number of processes,
+# which run/start.py compares.
 ROUNDING = set(
     """per_device_train_batch_size per_device_eval_batch_size precompute_ref_batch_size gradient_accumulation_steps
     gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs
-    checkpointed_layers flash_attention ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters
+    activation_offloading checkpointed_layers padding_free prefix_sharing flash_attention use_cpu torch_compile
+    torch_compile_backend torch_compile_mode ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters
     ddp_static_graph pad_to_multiple_of""".split()
 )
 # The data, and which pairs a step has: a checkpoint is continued with the same ones, also in another output_dir
@@ -78,9 +80,8 @@ WEIGHTS = set(
     loss_type loss_weights beta label_smoothing f_divergence_type f_alpha_divergence_coef discopop_tau use_weighting
     router_aux_loss_coef allow_unnormalized_beta precompute_ref_log_probs
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps optim optim_args
-    optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm bf16 tf32 full_determinism
-    activation_offloading logging_strategy padding_free prefix_sharing save_strategy torch_compile
-    torch_compile_backend torch_compile_mode use_cpu""".split()
+    optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm bf16 tf32
+    full_determinism""".split()
 )
 MAY_CHANGE = NO_EFFECT | ROUNDING | TOKENS  # in a resumed run
 

@@ -353,20 +353,27 @@ def raise_all(problems: list[str], recipe: str | None) -> None:
 
 def check_optimizer(args: TrainConfig) -> None:
     """Builds the optimizer and the schedule for a single weight. Raises UserError if the libraries refuse that."""
-    from transformers import Trainer, get_scheduler  # the first takes seconds
+    from transformers import get_scheduler
 
     layer = torch.nn.Linear(1, 1)
     remedy = "choose another, or install what it needs"
     with user_input(f"optim {args.optim.value}, optim_args {args.optim_args}", remedy):
         optimizer = torch.optim.SGD(layer.parameters(), lr=args.learning_rate)
         if not args.optim_target_modules:  # they choose among the model's layers
-            optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, layer)
-            optimizer_class(layer.parameters(), **options)
+            build_optimizer(args, layer)
     steps = max(args.max_steps, 1000)
     schedule = (optimizer, args.get_warmup_steps(steps), steps, args.lr_scheduler_kwargs)
     kind = args.lr_scheduler_type
     with user_input(f"lr_scheduler_type {kind.value}, lr_scheduler_kwargs {args.lr_scheduler_kwargs}"):
         get_scheduler(kind, *schedule)
+
+
+def build_optimizer(args: TrainConfig, layer: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that the libraries make of a configuration, for the weights of `layer`."""
+    from transformers import Trainer  # takes seconds
+
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, layer)
+    return optimizer_class(layer.parameters(), **options)
 
 
 def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> argparse.Namespace:

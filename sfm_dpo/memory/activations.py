@@ -62,33 +62,34 @@ class TraceError(UserError):
 
 
 def trace_activations(
-    config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, packed: bool = True
+    config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, keys: float = 1.0
 ) -> Activations:
-    """Activations of the backbone, without the LM head, on the packed or the padded path. If the model has no gradient
-    checkpointing, `checkpointing` changes nothing. Raises TraceError, whatever the model's code raises."""
+    """Activations of the backbone, without the LM head. `keys`: for each computed token, 1 in packed rows, more where
+    they share prompts, 0 in padded rows. If the model has no gradient checkpointing, `checkpointing` changes nothing.
+    Raises TraceError, whatever the model's code raises."""
     try:
-        return _trace(config, dtype, checkpointing, packed)
+        return _trace(config, dtype, checkpointing, keys)
     except Exception as error:
         reason = str(error).partition("\n\n")[0]
         raise TraceError(f"{type(error).__name__}: {reason[:400]}") from error
 
 
-def _trace(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, packed: bool) -> Activations:
+def _trace(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, keys: float) -> Activations:
     """Traced at two lengths, and with one and two blocks of each kind, to find what each token and each further block
     adds."""
     text = config.get_text_config()
     if dtype == torch.float32 and count_experts(text):
-        half = _trace(config, torch.bfloat16, checkpointing, packed)  # products over experts need 16 bit
+        half = _trace(config, torch.bfloat16, checkpointing, keys)  # products over experts need 16 bit
         return Activations(2 * half.saved, 2 * half.peak)
     counts = count_kinds(text)
     base = TRACED_RECURRENT_TOKENS if "linear_attention" in counts else TRACED_TOKENS
     totals = []
     for tokens in (base, 2 * base):
-        one_each = _trace_bytes(config, dtype, checkpointing, list(counts), tokens, packed)
+        one_each = _trace_bytes(config, dtype, checkpointing, list(counts), tokens, keys)
         others = 0
         for kind, count in counts.items():
             if count > 1:
-                with_another = _trace_bytes(config, dtype, checkpointing, [*counts, kind], tokens, packed)
+                with_another = _trace_bytes(config, dtype, checkpointing, [*counts, kind], tokens, keys)
                 others = others + (count - 1) * (with_another - one_each)
         totals.append(one_each + others)
     per_token = (totals[1] - totals[0]) / base
@@ -144,12 +145,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _trace_bytes(
-    config: PretrainedConfig, dtype: torch.dtype, share: float, kinds: list[str], tokens: int, packed: bool = True
+    config: PretrainedConfig, dtype: torch.dtype, share: float, kinds: list[str], tokens: int, keys: float = 1.0
 ) -> np.ndarray:
     """[2] bytes besides the weights, after the forward and at the backward's peak, with a block for each kind, a
     `share` of them checkpointed."""
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
-        model = build_backbone(config, dtype, kinds, packed)
+        model = build_backbone(config, dtype, kinds, packed=keys > 0)
         if share and model.supports_gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
             checkpoint_layers(model, round(share * len(kinds)))
@@ -157,7 +158,7 @@ def _trace_bytes(
         for parameter in trained:  # as the launchers do: a gradient is freed once it is reduced
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
         weights = live.now
-        output = run_backbone(model, tokens, packed)
+        output = run_backbone(model, tokens, keys)
         saved = live.now
         output.sum().backward()
         return np.array([saved - weights, live.peak - weights], dtype=float)
@@ -182,14 +183,18 @@ def build_backbone(
     return model
 
 
-def run_backbone(model: PreTrainedModel, tokens: int, packed: bool = True) -> torch.Tensor:
-    """Its last hidden states for `tokens`, in one row if `packed`."""
-    if not packed:
+def run_backbone(model: PreTrainedModel, tokens: int, keys: float) -> torch.Tensor:
+    """Its last hidden states for `tokens`; `keys` as in `trace_activations`."""
+    if not keys:
         rows = torch.zeros(TRACED_SEQUENCES, tokens // TRACED_SEQUENCES, dtype=torch.long)
         return model.base_model(rows, attention_mask=torch.ones_like(rows), use_cache=False).last_hidden_state
     ids = torch.zeros(1, tokens, dtype=torch.long)
     bounds = torch.zeros(TRACED_SEQUENCES + 1, dtype=torch.int32)
-    boundaries = boundary_arguments(bounds, tokens) | {"attention_mask": ids.new_empty(0, 0, 0, 0)}
+    shared: dict[str, torch.Tensor] = {}
+    if keys > 1:  # they are copied, which frees the output of a projection of queries, keys and values in one
+        gathered = torch.zeros(round(keys * tokens), dtype=torch.int32)
+        shared = {"cu_seq_lens_k": bounds, "shared_keys": gathered, "shared_order": gathered}
+    boundaries = boundary_arguments(bounds, tokens, **shared) | {"attention_mask": ids.new_empty(0, 0, 0, 0)}
     return model.base_model(ids, position_ids=ids, use_cache=False, **boundaries).last_hidden_state
 
 

@@ -4,8 +4,10 @@ A candidate is a number of pairs in a micro-batch and of checkpointed layers. Th
 submission choose one in the same way (`MemoryPlanner.choose`).
 """
 
+import io
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,23 +15,45 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from sfm_dpo.config.fields import Config
+from sfm_dpo.config.fields import Config, TrainConfig, build_optimizer
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
 from sfm_dpo.memory.activations import Activations, head_bytes, trace_activations
 from sfm_dpo.memory.asked import Asked
 from sfm_dpo.model.loading import blocks, load_model_config, meta_adapter, meta_model
 
+log = logging.getLogger(__name__)
+
 # What a micro-batch costs on a GPU however small it is, in tokens of equal time: its gradients of all weights pass
 # through memory several times, and the host waits for the device (by count, not measured). The weights cancel: both
 # grow alike
 FIXED_TOKENS = 500
+SIDE = 512  # of the matrix whose optimizer state is measured; bitsandbytes keeps small ones in 32 bit
 USABLE = 0.9  # share of a GPU's memory; the rest is for CUDA's context, NCCL and fragmentation
 
 
 def memory_limit(total: float, memory_gib: float | None) -> float:
     """Bytes that a process may use of its device's `total`."""
     return memory_gib * 2**30 if memory_gib else USABLE * total
+
+
+def measure_optimizer(args: TrainConfig, is_flat: bool) -> float:
+    """Bytes of the optimizer's state for each trained weight, after a step with one matrix or, if DeepSpeed gives it
+    flat partitions (`is_flat`), for which Adafactor keeps more, with a vector."""
+    shape = (SIDE * SIDE,) if is_flat else (SIDE, SIDE)
+    weight = torch.nn.Parameter(torch.zeros(shape, device=args.device))
+    weight.grad = torch.ones_like(weight)
+    try:
+        optimizer: Any = build_optimizer(args, torch.nn.ParameterList([weight]))
+        if hasattr(optimizer, "train"):  # ScheduleFree
+            optimizer.train()
+        optimizer.step()
+    except Exception as error:  # its library is only on the cluster, or it must choose among a model's layers
+        log.info(f"optim {args.optim.value}: planned as AdamW, because it cannot be measured here: {error}")
+        return 8.0
+    file = io.BytesIO()  # a quantized state's `nbytes` are not what it holds
+    torch.save(optimizer.state_dict()["state"], file)
+    return round(file.tell() / weight.numel(), 1)
 
 
 @dataclass(frozen=True)
@@ -39,9 +63,9 @@ class Candidate:
     layers: int
     tokens: int  # computed in the largest micro-batch
     activations: int  # bytes of them at their peak
-    bytes: int  # peak of a process
+    bytes: int = field(compare=False)  # peak of a process, by what is known of activations then
     work: float  # relative to a run without recomputation
-    smaller: str | None = None  # options of the next candidate that takes less memory
+    smaller: str | None = field(default=None, compare=False)  # options of the next candidate that takes less memory
 
     def takes_as_much(self, other: "Candidate") -> bool:
         """Whether it needs at least as much memory as `other`, whatever a token takes."""
@@ -56,9 +80,12 @@ class Candidate:
         checkpointing = f"--gradient_checkpointing true --checkpointed_layers {self.checkpointed_layers}"
         return f"--per_device_train_batch_size {self.per_device} {checkpointing}"
 
+    @property
+    def setting(self) -> str:
+        return f"{self.per_device} pair(s) per device, {self.share} layers checkpointed"
+
     def __str__(self) -> str:
-        size = f"{self.bytes / 2**30:.2f} GiB at the largest micro-batch of {self.tokens:,} tokens"
-        return f"{self.per_device} pair(s) per device, {self.share} layers checkpointed: {size}"
+        return f"{self.setting}: {self.bytes / 2**30:.2f} GiB at the largest micro-batch of {self.tokens:,} tokens"
 
 
 @dataclass
@@ -105,8 +132,10 @@ class MemoryPlanner:
     @cached_property
     def activations(self) -> tuple[Activations, Activations]:
         """With all layers checkpointed, and with none."""
-        config, dtype, packed = self.model_config, self.dtype, self.packed
-        return trace_activations(config, dtype, True, packed), trace_activations(config, dtype, False, packed)
+        computed = self.lengths.computed(self.prefix_sharing).sum()
+        keys = self.packed * self.lengths.sequences.sum() / computed
+        config, dtype = self.model_config, self.dtype
+        return trace_activations(config, dtype, True, keys), trace_activations(config, dtype, False, keys)
 
     def guess_activations(self) -> None:
         """For a model that cannot be traced: 34 bytes a token, hidden unit and layer in 16 bit (Korthikanti et al.,
@@ -120,20 +149,23 @@ class MemoryPlanner:
         self.activations = checkpointed, stored
 
     def states(self, launch: str, zero: dict[str, Any]) -> dict[str, int]:
-        """Bytes on each GPU for weights, gradients, AdamW's moments, buffers, and a live reference model.
+        """Bytes on each GPU for weights, gradients, the optimizer's state, buffers, and a live reference model.
 
         `launch`: zero2 and zero3 as in DeepSpeed's estimators, with `zero`, its `zero_optimization`; fsdp2: fp32, and
         as buffers 16-bit copies of two gathered blocks, their gradients, and the embedding or head; none (also DDP):
-        unsharded, autocast's 16-bit copy of the weights, and DDP's gradient buckets.
+        unsharded, in the model's own dtype, autocast's 16-bit copy of the weights, and DDP's gradient buckets.
         """
         gpus = self.gpus
         size = self.dtype.itemsize
         total = self.parameters + (self.trained if self.adapter else 0)
+        state = measure_optimizer(self.config.train, is_flat=launch not in ("fsdp2", "none"))
+        stored = getattr(torch, self.config.model.dtype or "float32", self.model_config.dtype)  # the latter for auto
+        copy = size if size == 2 and stored != self.dtype else 0
         weights, gradients, optimizer = {  # bytes: weights per parameter; gradients, optimizer per trained one
-            "zero2": (size, 4 / gpus, 12 / gpus),  # gradients of 16-bit weights are accumulated in fp32
-            "zero3": (size / gpus, 4 / gpus, 12 / gpus),
-            "fsdp2": (4 / gpus, 4 / gpus, 8 / gpus),
-            "none": (6 if size == 2 else 4, 4 if gpus == 1 else 8, 8),
+            "zero2": (size, 4 / gpus, (4 + state) / gpus),  # gradients of 16-bit weights are accumulated in fp32
+            "zero3": (size / gpus, 4 / gpus, (4 + state) / gpus),
+            "fsdp2": (4 / gpus, 4 / gpus, state / gpus),
+            "none": (stored.itemsize + copy, 4 if gpus == 1 else 8, state),
         }[launch]
         largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in self.model.modules())
         gathered = 2 * size * largest if launch == "zero3" else 0
@@ -156,7 +188,8 @@ class MemoryPlanner:
             "buffers": buffers,
         }
         if not self.config.train.precompute_ref_log_probs and (self.reference is not self.model or not self.adapter):
-            states["reference"] = int(size * self.reference.num_parameters() / (gpus if launch == "zero3" else 1))
+            held = weights if launch == "none" else size
+            states["reference"] = int(held * self.reference.num_parameters() / (gpus if launch == "zero3" else 1))
         return states
 
     def list_candidates(self, states: int = 0, ratio: float = 1.0) -> list[Candidate]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from trl.models import prepare_fsdp
 
-from sfm_dpo.common.distributed import launch_file, launched_with
+from sfm_dpo.common.distributed import launch_file, launched_with, zero_stage
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.model.loading import blocks
@@ -98,14 +98,25 @@ def zero_config(launch: str) -> dict[str, Any]:
     return json.loads((PROJECT / deepspeed["deepspeed_config_file"]).read_text())["zero_optimization"]
 
 
-def checkpoint_bytes(model: PreTrainedModel | PeftModel, zero_stage: int = 0, is_fsdp: bool = False) -> int:
-    """Size of a checkpoint: the weights, fp32 under FSDP2, and AdamW's two moments; the ranks' fp32 weights under ZeRO
-    and FSDP2; below ZeRO-3 the weights a second time, in DeepSpeed's mp_rank_00_model_states.pt."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    count = sum(map(numel, trained))
+def suggest_sharding() -> str:
+    """For the end of a remedy: a launch that shards the weights, unless that of this process does."""
+    is_sharded = launched_with() == "fsdp" or zero_stage() == 3
+    return "" if is_sharded else ", or LAUNCH=zero3"
+
+
+def model_bytes(model: PreTrainedModel | PeftModel, is_fsdp: bool = False) -> int:
+    """Size of a saved model, or of its adapter, which is in fp32; under FSDP2 the weights are in fp32, too."""
     is_adapter = isinstance(model, PeftModel)
-    written = trained if is_adapter else model.parameters()
-    weights = sum(numel(p) * (4 if is_fsdp else p.element_size()) for p in written)
-    saved = 4 * count if is_adapter else weights
-    again = weights if zero_stage in (1, 2) else 0
-    return saved + again + count * (12 if zero_stage or is_fsdp else 8)
+    written = [p for p in model.parameters() if p.requires_grad or not is_adapter]
+    return sum(numel(p) * (4 if is_fsdp or is_adapter else p.element_size()) for p in written)
+
+
+def checkpoint_bytes(
+    model: PreTrainedModel | PeftModel, zero_stage: int = 0, is_fsdp: bool = False, state: float = 8.0
+) -> int:
+    """Size of a checkpoint: the model; the optimizer's state, `state` bytes for each trained weight; the ranks' fp32
+    weights under ZeRO and FSDP2; below ZeRO-3 all weights a second time, in DeepSpeed's mp_rank_00_model_states.pt."""
+    again = model_bytes(model) if zero_stage in (1, 2) else 0
+    masters = 4 if zero_stage or is_fsdp else 0
+    trained = sum(numel(p) for p in model.parameters() if p.requires_grad)
+    return model_bytes(model, is_fsdp) + again + int((masters + state) * trained)

@@ -15,7 +15,7 @@ from sfm_dpo.common.files import format_table
 from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.memory.asked import read_asked
-from sfm_dpo.memory.planner import Candidate, MemoryPlanner, memory_limit
+from sfm_dpo.memory.planner import Candidate, MemoryPlanner, measure_optimizer, memory_limit
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, fit_buckets, zero_config
 from sfm_dpo.run.checkpoint import peak_checkpoint_count
@@ -77,13 +77,15 @@ class Planner:
         trained = self.memory.adapter or self.memory.model
         states = self.memory.states(launch, fit_buckets(zero_config(launch), trained))
         choice = self.memory.choose(self.limit, sum(states.values()))
+        stage = {"zero2": 2, "zero3": 3}.get(launch, 0)
+        state = measure_optimizer(self.args, is_flat=stage > 0)
         possible = self.memory.list_candidates(sum(states.values()))
         return {
             "states": states,
             "fitting": next((candidate.options for candidate in possible if candidate.bytes <= self.limit), None),
             "choice": asdict(choice),
             "fits": "no" if choice.bytes > self.limit else "tight" if choice.bytes > TIGHT * self.limit else "yes",
-            "checkpoint": checkpoint_bytes(trained, {"zero2": 2, "zero3": 3}.get(launch, 0), launch == "fsdp2"),
+            "checkpoint": checkpoint_bytes(trained, stage, launch == "fsdp2", state),
         }
 
     def count_flops(self) -> dict[str, float]:

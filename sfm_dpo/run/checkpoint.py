@@ -169,17 +169,23 @@ def peak_checkpoint_count(args: Any) -> int:
     return most
 
 
-def check_disk(run: str | Path, size: int, most: int) -> None:
-    """Raises UserError if the disk has no room for the checkpoints still to be written; `most` exist at one time."""
+def check_disk(run: str | Path, size: int, most: int, model: int | None = None) -> None:
+    """Raises UserError if the disk has no room for the checkpoints still to be written; `most` exist at one time. A
+    run that writes one only if it is stopped gives the size of its `model`, which must fit; for the other it warns."""
     incomplete = [checkpoint.name for checkpoint in checkpoints(run) if why_incomplete(checkpoint)]
     needed = size * max(1, most - len(checkpoints(run)) + len(incomplete))
+    what = f"checkpoints will take {format_size(needed)} ({format_size(size)} each)"
     room = shutil.disk_usage(run).free
+    free = f"delete {', '.join(incomplete)}, not fully written" if incomplete else "free space"
+    remedy = f"{free}, or choose an output_dir on another disk"
+    start = f"output_dir {run}: {format_size(room)} are free, but"
+    if model is not None:
+        if room < size:
+            log.warning(f"{start} a checkpoint would take {format_size(size)}, so a stop cannot be saved; {remedy}")
+        needed = model
+        what = f"the model will take {format_size(model)}"
     if room < needed:
-        free = f"delete {', '.join(incomplete)}, not fully written" if incomplete else "free space"
-        raise UserError(
-            f"output_dir {run}: {format_size(room)} are free, but checkpoints will take {format_size(needed)} "
-            f"({format_size(size)} each); {free}, or choose an output_dir on another disk"
-        )
+        raise UserError(f"{start} {what}; {remedy}")
 
 
 def format_size(size: int) -> str:

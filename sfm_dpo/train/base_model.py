@@ -128,15 +128,16 @@ class BaseModel:
             self.policy.zero_grad()  # of a backward that ran out of memory
 
     def run_micro_batch(self, tokens: Dataset, rows: Sequence[int], checkpointed_layers: int) -> None:
-        """Forward and backward of TRL's loss, as in training; gradients are dropped."""
+        """Forward and backward of TRL's loss, as in training, with its offloading; gradients are dropped."""
         batch = self.load_batch(tokens, rows)
         reference = batch["input_ids"].new_zeros(len(rows), dtype=torch.float32)
         batch |= {"ref_chosen_logps": reference, "ref_rejected_logps": reference}
         with self.taking_gradients(), self.checkpointing(checkpointed_layers):
             self.policy.training = True  # for TRL
-            with self.autocast():
-                loss = self._trainer.trl_loss(self.policy, batch, False)
-            loss.backward()
+            with self._trainer.maybe_activation_offload_context:  # as TRL's training_step
+                with self.autocast():
+                    loss = self._trainer.trl_loss(self.policy, batch, False)
+                loss.backward()
             self.policy.training = False
 
     def score(self, dataset: Dataset, rows: Sequence[int], by_reference: bool = False) -> torch.Tensor:

@@ -18,6 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import OutOfMemory
 from sfm_dpo.common.files import format_clock, write_atomically
+from sfm_dpo.model.sharding import suggest_sharding
 from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import LOG, State, write_status
 from sfm_dpo.run.reader import eval_prefix
@@ -77,13 +78,14 @@ class Progress(TrainerCallback):
 
 # Messages of torch on CUDA and on CPU, of CUDA's libraries, and of the operating system
 SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
-# By phase, fields that may change when the run resumes (config/effects.py)
+# By phase, fields that may change when the run resumes (config/effects.py); the first is for a batch of several pairs
 REMEDIES = {
-    "training": "use a smaller per_device_train_batch_size, or set gradient_checkpointing: true",
-    "evaluation": "use a smaller per_device_eval_batch_size",
-    "the reference's forward": "use precompute_ref_batch_size: 1",
+    "training": ["use a smaller per_device_train_batch_size", "set gradient_checkpointing: true"],
+    "the preflight": ["use a smaller per_device_train_batch_size"],
+    "evaluation": ["use a smaller per_device_eval_batch_size"],
+    "the reference's forward": ["use precompute_ref_batch_size: 1"],
 }
-NEW_RUN = "in a new output_dir, use a smaller max_length or model, or more GPUs under LAUNCH=zero3 or fsdp2"
+NEW_RUN = "in a new output_dir, use a smaller max_length or model, or more GPUs"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -96,16 +98,18 @@ def explain_out_of_memory(error: BaseException, progress: Progress, smaller: str
         return None
     traceback.clear_frames(error.__traceback__)  # they hold the activations; the report needs memory
     what = f"out of memory in {progress.phase}"
-    remedies = [REMEDIES[progress.phase]] if progress.phase in REMEDIES else []
+    remedies = REMEDIES.get(progress.phase, [])
     if progress.phase == "training":
         what += f", step {progress.step + 1}"
-        if smaller is not None:
-            remedies = [f"use the next smaller setting: {smaller}"] if smaller else []
     if progress.inputs:
         mask = progress.inputs["attention_mask"].cpu()
         what += f", micro-batch of {len(mask) // 2} pairs, {int(mask.sum()):,} tokens without padding"
+        remedies = remedies[len(mask) == 2 :]
+    if progress.phase == "training" and smaller is not None:
+        remedies = [f"use the next smaller setting: {smaller}"] if smaller else []
     reason = str(error)[:120].partition("\n")[0] or type(error).__name__
-    return OutOfMemory(f"{what} ({reason}); {'; or '.join([*remedies, NEW_RUN])}", step=progress.step)
+    text = "; or ".join([*remedies, f"{NEW_RUN}{suggest_sharding()}"])
+    return OutOfMemory(f"{what} ({reason}); {text}", step=progress.step)
 
 
 class StopCallback(TrainerCallback):

@@ -43,6 +43,10 @@ class CheckpointCallback(TrainerCallback):
         trainer.accelerator.wait_for_everyone()
 
 
+# Of an optimizer's parameter groups; others may be its state, as ScheduleFree's count of steps
+CONFIGURED = {"weight_decay", "betas", "eps", "momentum"}
+
+
 # Upstream: transformers 5.24, trainer.py, Trainer._load_optimizer_and_scheduler: restores learning rate, weight decay
 # and betas of the run that wrote the checkpoint; deepspeed 0.19, runtime/zero/stage_1_and_2.py, load_state_dict: also
 # its clipping. Canary: test_canary_learning_rate_of_a_resumed_run
@@ -58,7 +62,8 @@ def apply_configuration(trainer: "SFMDPOTrainer") -> None:
             rate = configured["lr"] * scheduler.lr_lambdas[number](scheduler.last_epoch)
             scheduler.base_lrs[number] = configured["lr"]
             scheduler._last_lr[number] = rate
-        group.update(configured | {"initial_lr": configured["lr"], "lr": rate})
+        group.update({name: configured[name] for name in CONFIGURED & configured.keys()})
+        group.update({"initial_lr": configured["lr"], "lr": rate})
     if trainer.zero_stage:
         optimizer.optimizer.clip_grad = trainer.args.max_grad_norm
 

@@ -7,16 +7,21 @@ import pytest
 import torch
 
 import train_dpo
+from sfm_dpo.calibration import choose_path
 from sfm_dpo.common.distributed import rank
+from sfm_dpo.model import attention
 from sfm_dpo.run.facts import Calibration, ForwardPath, MicroBatch
 from sfm_dpo.train.base_model import BaseModel
+from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.e2e.many_runs import train_all
 
 run_micro_batch = BaseModel.run_micro_batch
+take_path = SFMDPOTrainer._take_path
 
 
 def train(kind: str, argv: list[str]) -> None:
-    """A run with calibration; `without` it; `less`: rank 1 has not enough memory for the first setting; `first`: with
+    """A run with calibration; `without` it; `kernel`: attention by another kernel than FA2 fails on rank 1, and the
+    run must end in code 2; `less`: rank 1 has not enough memory for the first setting; `first`: with
     calibration, and the setting that the run in the folder of this name has found."""
     with pytest.MonkeyPatch.context() as patch:
         if kind == "without":
@@ -36,6 +41,25 @@ def train(kind: str, argv: list[str]) -> None:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
 
             patch.setattr(BaseModel, "run_micro_batch", run_with_less)
+        if kind == "kernel":
+            used = []
+
+            def remember_path(self, path):
+                used.append(path.kernel if path else "")
+                take_path(self, path)
+
+            def attend(query, key, value, cu_seqlens, cu_keys, scaling, window, max_length):
+                if used[-1] == "fa4" and rank() == 1:
+                    raise RuntimeError("no kernel image is available")
+                return attention._sdpa_by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, window)
+
+            patch.setattr(SFMDPOTrainer, "_take_path", remember_path)
+            patch.setattr(BaseModel, "attention_kernel", lambda self, model=None: "FA4")
+            patch.setattr(choose_path, "usable_kernels", lambda choice: ["fa4"])
+            patch.setattr(attention, "_takes_varlen", lambda *args: True)
+            patch.setattr(attention, "_varlen", attend)
+            assert train_dpo.main(argv) == 2
+            return
         if kind == "first":
             run = Path(argv[argv.index("--output_dir") + 1]).with_name(kind)
             found = json.loads((run / "data.json").read_text())["micro_batch"]

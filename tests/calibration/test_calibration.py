@@ -119,6 +119,33 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize("fields", [{"padding_free": "false"}, in_grid({"prefix_sharing": "false"})])
+def test_a_path_that_is_asked_for_is_used_by_a_run_that_goes_on(train, tmp_path, capsys, fields):
+    """By another run that starts from its checkpoint, and by the run itself."""
+    saved = {"save_strategy": "steps", "save_steps": 100}
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / STOP).touch()
+    code, _, _ = train("run", **saved)
+    assert code == 75 and read_file(run / "data.json")["path"] == {
+        "packed": True,
+        "prefix_sharing": True,
+        "kernel": "fa2",
+    }
+    _, expected, _ = train("uninterrupted", **saved)
+    for name, start in (("other", run / "checkpoint-1"), ("run", None)):
+        capsys.readouterr()
+        code, losses, folder = train(name, **saved, resume_from_checkpoint=start, **fields)
+        printed = capsys.readouterr().out
+        used = read_file(folder / "data.json")["path"]
+        recorded = read_file(folder / RESOLVED_CONFIG)
+        assert code == 0 and losses == pytest.approx(expected, abs=1e-5) and "resuming from" in printed
+        assert used["packed"] is recorded["padding_free"] is ("padding-free, attention by" in printed)
+        assert used["prefix_sharing"] is False, name
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_report")
 def test_a_micro_batch_that_does_not_fit_is_a_line_that_names_a_smaller_setting(train, monkeypatch, capsys):
     def does_not_fit(*args):
         raise torch.OutOfMemoryError(CUDA)
@@ -161,7 +188,7 @@ def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
         (torch.OutOfMemoryError(CUDA), "step 8 (CUDA out of memory. Tried to allocate 2.50 GiB."),
         (RuntimeError("alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried"), "alloc_cpu.cpp"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "; use a smaller"),
-        (MemoryError(), "training, step 8 (MemoryError); use a smaller per_device_train_batch_size, or set"),
+        (MemoryError(), "training, step 8 (MemoryError); use a smaller per_device_train_batch_size; or set"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
     ],
 )
@@ -173,6 +200,7 @@ def test_errors_that_are_out_of_memory(error, line):
     assert (end is None) == (line is None)
     if end:
         assert (end.exit_code, end.state) == (2, "failed") and line in str(end)
+        assert str(end).endswith(f"; or {NEW_RUN}, or LAUNCH=zero3")
         assert NEW_RUN in str(explain_out_of_memory(error, progress, ""))
 
 
@@ -194,6 +222,23 @@ def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_pat
     assert "max_length" in elsewhere
     with pytest.raises(UserError, match="holds another run"):
         choose_start(parse_config([*fields, "--max_length", "512"]))
+
+
+ZERO_3 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+
+
+@pytest.mark.parametrize("launched", [{"ACCELERATE_USE_FSDP": "true"}, ZERO_3])
+def test_a_remedy_that_would_change_nothing_is_not_printed(launched, monkeypatch):
+    """A smaller batch than one pair; sharding where weights are sharded."""
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    progress = Progress()
+    progress.begin_micro_batch(7, {"attention_mask": torch.ones(2, 5)})
+    for phase in REMEDIES:
+        progress.phase = phase
+        line = str(explain_out_of_memory(MemoryError(), progress, None))
+        expected = f"set gradient_checkpointing: true; or {NEW_RUN}" if phase == "training" else NEW_RUN
+        assert "1 pairs, 10 tokens without padding (MemoryError); " in line and line.endswith(f"); {expected}"), phase
 
 
 def leak_one_key(monkeypatch, rows: int = 1000):
@@ -307,9 +352,9 @@ def start(tmp_path_factory):
     one start."""
     place = make_place(tmp_path_factory.mktemp("calibrated"), pairs(24), {"olmo3": {}}, {"max_steps": 3})
 
-    def run(processes: int, runs: dict[str, tuple[str, dict]]) -> dict[str, Path]:
+    def run(processes: int, runs: dict[str, tuple[str, dict]], launch: str = "cpu") -> dict[str, Path]:
         calls = [[kind, as_options(place.values(name, **fields))] for name, (kind, fields) in runs.items()]
-        place.start_together(calls, processes, by="tests.calibration.calibrated_runs:train")
+        place.start_together(calls, processes, launch, by="tests.calibration.calibrated_runs:train")
         return {name: place.folder / name for name in runs}
 
     return run
@@ -348,3 +393,12 @@ def test_where_one_rank_has_less_memory_all_take_a_smaller_setting(together):
     assert data["micro_batch"] == expected["micro_batch"] != {"pairs": 4, "checkpointed_layers": 0}
     assert data["calibration"]["measured_bytes"] > data["calibration"]["planned_bytes"] / 2
     assert weights(less) == weights(again) and logged(less) == logged(again)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # ranks that wait for each other would wait for hours
+def test_a_kernel_that_fails_on_one_rank_of_a_sharded_run_ends_all_of_them(start):
+    fields = {"use_cpu": "true", "bf16": "false", "padding_free": "true", "hang_timeout": 0, "flash_attention": "fa4"}
+    folder = start(2, {"kernel": ("kernel", fields)}, "cpu_fsdp2")["kernel"]
+    message = read_file(folder / "status.json")["message"]
+    assert message == "flash_attention fa4: fa4 fails: no kernel image is available; set flash_attention: fa2"

@@ -12,8 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, Ernie4_5
 
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.memory.activations import Activations, TraceError, _trace_bytes, head_bytes, trace_activations
+from sfm_dpo.memory.asked import read_asked
+from sfm_dpo.memory.planner import MemoryPlanner
 from sfm_dpo.model.loading import meta_model
+from sfm_dpo.model.sharding import fit_buckets, zero_config
+from sfm_dpo.planning.run_plan import read_lengths
+from tests.memory.test_planner import configuration
 from tests.tiny_models import tiny_tokenizer
+from tests.toolbox import in_grid
 
 
 @pytest.mark.parametrize(
@@ -123,6 +129,23 @@ def test_the_plan_of_some_checkpointed_layers_is_their_trace(count):
     all_and_none = [trace_activations(config, torch.bfloat16, checkpointing) for checkpointing in (True, False)]
     plan = Activations.mix(*all_and_none, count / 8)
     assert [plan.saved @ [1, 24_000], plan.peak @ [1, 24_000]] == pytest.approx(traced.tolist(), rel=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layers", "checkpointed", "tokens", "gib"),
+    [(24, 5, 16_620, 130.72), in_grid(24, 9, 16_620, 123.61), in_grid(12, 0, 38_869, 107.91)],
+)
+def test_the_plan_is_what_a_gpu_took(layers, checkpointed, tokens, gib):
+    """Measured on one H200 by calibration under ZeRO-2, recipes/think.yaml with fewer layers and shared prompts."""
+    shape = AutoConfig.from_pretrained(PROJECT / "bench/shapes/gpt_neox_6.9b", num_hidden_layers=layers)
+    lengths = read_lengths(PROJECT / "bench/shapes/dolci_think_lengths.json").truncate(8192, 4096)
+    config = configuration(f"--checkpointed_layers={checkpointed}")
+    planner = MemoryPlanner(config, shape, read_asked(config, shape), lengths, 1, True, True)
+    planner.micro_batches = {1: (tokens, tokens)}
+    states = planner.states("zero2", fit_buckets(zero_config("zero2"), planner.model))
+    chosen = planner.choose(0, sum(states.values()))
+    assert chosen.bytes / 2**30 == pytest.approx(gib, rel=0.005)
 
 
 @pytest.mark.grid

@@ -9,6 +9,7 @@ import shlex
 import numpy as np
 import pytest
 import torch
+from transformers.training_args import OptimizerNames
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
@@ -79,6 +80,35 @@ def test_the_largest_micro_batch_is_the_largest_of_all(size, length, epochs):
         sampler.set_epoch(epoch)
         largest = max(largest, tokens[np.array(list(sampler))].reshape(-1, size).sum(axis=1).max())
     assert planned[size][0] == largest
+
+
+@pytest.mark.parametrize(
+    ("optim", "of_matrix", "of_partition"),
+    [("adamw_torch_fused", 8, 8), ("adagrad", 4, 4), ("adafactor", 0, 4), ("sgd", 0, 0)],
+)
+def test_the_optimizer_takes_what_its_own_state_takes(optim, of_matrix, of_partition):
+    """Adafactor factors the state of matrices; DeepSpeed gives it partitions, which are vectors."""
+    planner = plan_memory(configuration(f"--optim={optim}"))
+    expected = {"zero2": (4 + of_partition) / 4, "zero3": (4 + of_partition) / 4, "fsdp2": of_matrix / 4}
+    for launch, size in (expected | {"none": of_matrix}).items():
+        assert planner.states(launch, {})["optimizer"] == int(size * planner.trained), launch
+
+
+def test_an_optimizer_that_is_not_installed_here_is_planned_as_adamw(caplog):
+    with caplog.at_level("INFO"):
+        planner = plan_memory(configuration())
+        planner.config.train.optim = OptimizerNames.GROKADAMW
+        assert planner.states("none", {})["optimizer"] == 8 * planner.trained
+    assert "optim grokadamw: planned as AdamW, because it cannot be measured here: " in caplog.text
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 6), ("bfloat16", 2)])
+def test_weights_that_nothing_shards_are_held_in_their_own_dtype(dtype, size):
+    """Autocast copies those that are not in 16 bit."""
+    config = configuration(f"--dtype={dtype}", "--use_peft=true", "--lora_target_modules=all-linear")
+    planner = plan_memory(config, hidden_size=128)  # computes in bf16
+    weights = planner.states("none", {})["weights"]
+    assert weights == size * (planner.parameters + planner.trained)
 
 
 def test_the_update_takes_memory():

@@ -141,11 +141,23 @@ def test_disk_must_hold_the_checkpoints_to_come(tmp_path, monkeypatch, there, mo
         check_disk(tmp_path, 2**30, most)
 
 
+def test_a_run_without_checkpoints_needs_room_for_its_model(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**30))
+    check_disk(tmp_path, 5 * 2**30, 1, model=2**30)
+    assert "1.0 GiB are free, but a checkpoint would take 5.0 GiB, so a stop cannot be saved; free" in caplog.text
+    with pytest.raises(UserError, match=r"1\.0 GiB are free, but the model will take 2\.0 GiB; free space, or choose"):
+        check_disk(tmp_path, 5 * 2**30, 1, model=2**31)
+    caplog.clear()
+    check_disk(tmp_path, 2**30, 1, model=2**29)
+    assert not caplog.text
+
+
 def test_size_of_a_checkpoint_is_that_of_weights_and_optimizer():
     model = tiny_model("llama", num_hidden_layers=1)
     count = sum(p.numel() for p in model.parameters())
     assert checkpoint_bytes(model) == count * (4 + 8)
     assert checkpoint_bytes(model, is_fsdp=True) == checkpoint_bytes(model, zero_stage=3) == count * (4 + 12)
+    assert checkpoint_bytes(model, zero_stage=3, state=4.0) == count * (4 + 8)
     assert checkpoint_bytes(model.bfloat16(), zero_stage=2) == count * (2 + 2 + 12)
     frozen = model.lm_head.weight.requires_grad_(False)
     assert checkpoint_bytes(model) == 2 * count + 8 * (count - frozen.numel())
