@@ -8,7 +8,7 @@ from typing import Any
 
 # Names, places, checks, evaluation and the Hub: the trained weights are the same
 NO_EFFECT = set(
-    """output_dir resume_from_checkpoint verify_checkpoints save_steps save_total_limit
+    """output_dir resume_from_checkpoint verify_checkpoints save_steps save_total_limit save_dtype
     report_to run_name project trackio_space_id logging_steps logging_first_step disable_tqdm
     log_level profile_steps push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
     eval_strategy eval_steps eval_datasets eval_command dataset_num_proc dataloader_num_workers dataloader_pin_memory

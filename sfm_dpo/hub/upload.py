@@ -26,10 +26,12 @@ from sfm_dpo.common.errors import NOT_PUSHED, UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.fields import Config, TrainConfig
+from sfm_dpo.model.loading import find_base
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.checkpoint import PUSHING
 from sfm_dpo.run.folder import CARD, PUSHED, State, read_status, write_end
 from sfm_dpo.run.lock import Lease, describe_owner, is_held, read_owner
+from sfm_dpo.run.model_files import find_folder, finish_model
 from sfm_dpo.run.saved_model import SavedModel, check_loads, check_on_hub
 
 log = logging.getLogger(__name__)
@@ -186,6 +188,8 @@ def push(model: SavedModel, repo: str, revision: str | None, private: bool | Non
         with tempfile.TemporaryDirectory(prefix="hub-") as folder:
             staged = Path(folder)
             model.stage(staged)
+            source = None if model.is_adapter else find_folder(*find_base(model.base, model.base_revision))
+            finish_model(staged, None, source, narrow=model.config.get("save_dtype") != "trained")
             write_model_card(model.run, folder=staged, repo=repo, revision=branch, step=model.step)
             check_paths(staged)
             address = upload_folder(staged, repo, branch, f"DPO, {model.name}")
