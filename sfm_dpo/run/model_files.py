@@ -141,13 +141,16 @@ def narrow_weights(folder: Path, base: Path, dtype: str | None) -> None:
     size = 0
     for file in folder.glob(WEIGHTS):
         tensors = load_file(file)
+        narrowed = {}
         for name, tensor in tensors.items():
             target = wanted.get(name, default)
             if tensor.is_floating_point() and tensor.itemsize > target.itemsize:
-                tensors[name] = tensor.to(target)
-        partial = file.with_name(f".{file.name}.partial")
-        save_file(tensors, partial, {"format": "pt"})
-        partial.replace(file)
+                narrowed[name] = tensor.to(target)
+        tensors |= narrowed
+        if narrowed:
+            partial = file.with_name(f".{file.name}.partial")
+            save_file(tensors, partial, {"format": "pt"})
+            partial.replace(file)
         size += sum(tensor.nbytes for tensor in tensors.values())
     if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         content = json.loads(index.read_text())

@@ -1,4 +1,4 @@
-"""A reader of models, run under Transformers 4 and 5: `make` writes bases as Transformers 4 publishes them, `read` loads
+"""A reader of models under Transformers 4 and 5: `make` writes bases as Transformers 4 publishes them, `read` loads
 folders and prints as JSON what it gets from each."""
 
 import json
