@@ -8,7 +8,7 @@ PIP := $(if $(shell command -v uv 2>/dev/null),uv pip install --python "$(BIN)/p
 	"$(BIN)/pip" install --disable-pip-version-check) --quiet
 REQUIREMENTS := -r requirements.txt -r requirements-eval.txt -r requirements-dev.txt
 
-.PHONY: setup demo chat check test test-grid lint bench lock upgrade
+.PHONY: setup demo chat check test transformers4 test-grid lint bench lock upgrade
 PYTEST := "$(BIN)/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 setup: $(VENV)/.complete
@@ -38,6 +38,10 @@ check: setup lint
 
 test: setup lint
 	$(PYTEST) -m "not grid and not canary"
+
+# A reader of what runs save, for its test; PyTorch is that of $(VENV).
+transformers4: setup
+	$(PIP) --no-deps --target .venv-transformers4 transformers==4.57.6 tokenizers==0.22.2 huggingface_hub==0.36.2
 
 test-grid: setup
 	$(PYTEST) -m "grid or canary"

@@ -39,6 +39,7 @@ from sfm_dpo.model.loading import identify_models, load_model_config, meta_adapt
 from sfm_dpo.model.sharding import checkpoint_bytes, model_bytes
 from sfm_dpo.run.checkpoint import check_disk, peak_checkpoint_count
 from sfm_dpo.run.facts import RunFacts
+from sfm_dpo.run.model_files import find_folder
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.run.start import Before
 from sfm_dpo.train.base_model import BaseModel, base_model
@@ -100,11 +101,12 @@ def main(
 
 
 def check_access(config: Config, before: Before) -> None:
-    """Checks what the run will need later, before data and model are read: the weights' names, LoRA's modules,
-    reference cache and Hub."""
+    """Checks and fetches what the run will need later, before data and model are read: the weights' names, LoRA's
+    modules, the base's tokenizer files, reference cache and Hub."""
     args = config.train
     on_main_process(lambda: check_weights(config))
     meta_adapter(config, load_model_config(config))
+    on_main_process(lambda: find_folder(config.model.model_name_or_path, config.revision))  # with its tokenizer files
     if args.precompute_ref_log_probs:
         main_process_first(lambda: make_cache_folder(reference_root()))
     if args.push_to_hub:

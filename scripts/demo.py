@@ -70,6 +70,8 @@ def prepare_model() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+    from sfm_dpo.run.model_files import finish_model
+
     source = Path(package.origin).parent
     file = "SmolLM2-135M-Instruct.Q4_1.gguf"
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
@@ -86,6 +88,7 @@ def prepare_model() -> None:
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    finish_model(partial, None, None, narrow=False)
     partial.rename(MODEL)
 
 

@@ -21,7 +21,8 @@ from sfm_dpo.common.cli import Arguments, command, number, reads_runs
 from sfm_dpo.common.errors import NOT_PUSHED, UserError
 from sfm_dpo.config.fields import TrainConfig
 from sfm_dpo.hub.upload import HubError, choose_repo, push, record_failure
-from sfm_dpo.run.saved_model import check_health, find_model, list_files
+from sfm_dpo.run.model_files import list_files
+from sfm_dpo.run.saved_model import check_health, find_model
 
 SLOWEST = 5e6  # bytes per second
 

@@ -58,7 +58,8 @@ from sfm_dpo.run.folder import (
     write_status,
 )
 from sfm_dpo.run.lock import Lease, take_folder
-from sfm_dpo.run.saved_model import find_model, list_files
+from sfm_dpo.run.model_files import list_files
+from sfm_dpo.run.saved_model import find_model
 from sfm_dpo.run.start import Before, Start, choose_start, list_open
 from sfm_dpo.train.callbacks import Progress, explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer

@@ -28,6 +28,7 @@ from sfm_dpo.data.tokenization import load_tokenizer
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.run.folder import DATA, TRAINER_STATE, read_file
 from sfm_dpo.run.lock import take_folder
+from sfm_dpo.run.model_files import finish_model
 
 LAYERS = 4
 PER_DEVICE = 2
@@ -113,6 +114,7 @@ class GpuCheck:
         # 16 bit in the file, so that all launchers start with the same weights
         AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(self.folder / "model")
         load_tokenizer(config).save_pretrained(self.folder / "model")
+        finish_model(self.folder / "model", None, None, narrow=False)
 
     def check_launch(self, run: str) -> tuple[str, str]:
         """Twenty steps against those of one process; a resumed run against the one that it resumes. Returns the result

@@ -61,6 +61,7 @@ class TrainConfig(DPOConfig):
     hang_timeout: int = HfArg(default=1800, help="Seconds without progress after which the run ends; 0: never.")
     global_batch_size: int = HfArg(default=128, help="Pairs per optimizer step, over all processes.")
     ref_model_name_or_path: str | None = HfArg(default=None, help="Reference model; default: the base model.")
+    save_dtype: Literal["base", "trained"] = HfArg(default="base", help="Dtype of the finished model's weights.")
     # Data
     dataset_name: str | None = HfArg(default=None, help="Hub id, or a local .json/.jsonl/.parquet file or folder.")
     dataset_config: str | None = HfArg(default=None, help="Configuration of a Hub dataset or a folder; a subfolder.")
@@ -187,7 +188,7 @@ FIELD_GROUPS = {
     "Preflight, guard and resume": """preflight preflight_only preflight_samples guard guard_generations hang_timeout
         ddp_timeout verify_checkpoints resume_from_checkpoint full_determinism seed""",
     "Output and evaluation": """output_dir run_name logging_steps logging_first_step report_to eval_strategy eval_steps
-        eval_command save_strategy save_steps save_total_limit""",
+        eval_command save_strategy save_steps save_total_limit save_dtype""",
     "Hugging Face Hub": "push_to_hub hub_model_id hub_strategy hub_revision hub_private_repo hub_timeout",
 }
 # What is shown as the default of a field whose own default is None

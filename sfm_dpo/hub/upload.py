@@ -27,11 +27,13 @@ from sfm_dpo.common.errors import NOT_PUSHED, UserError, user_input
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.fields import Config, TrainConfig
+from sfm_dpo.model.loading import find_base
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.checkpoint import PUSHING
 from sfm_dpo.run.folder import CARD, PUSHED, State, read_status, write_end
 from sfm_dpo.run.lock import Lease, describe_owner, is_held, read_owner
-from sfm_dpo.run.saved_model import SavedModel, check_loads, check_on_hub
+from sfm_dpo.run.model_files import find_folder, finish_model
+from sfm_dpo.run.saved_model import SavedModel, check_loads, check_on_hub, find_on_hub
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +106,13 @@ def _call_hub(request: Callable[[], Any], waits: Sequence[float]) -> Any:
     return _call_hub(request, waits[1:])
 
 
-def check_paths(staged: Path) -> None:
-    """Raises UserError if the card or a configuration contains a quoted absolute path."""
+def check_paths(staged: Path, published: Path | None) -> None:
+    """Raises UserError if the card or a configuration contains a quoted absolute path that is not in the file of the
+    same name in `published`, the base model's."""
     for file in [*staged.glob("*config.json"), staged / CARD]:
-        if found := re.search(r'(?<=")/[\w.-]+/[\w./-]+(?=")', file.read_text()):
+        known = published / file.name if published else None
+        found = re.search(r'(?<=")/[\w.-]+/[\w./-]+(?=")', file.read_text())
+        if found and not (known and known.is_file() and found[0] in known.read_text()):
             raise UserError(f"{file.name}: contains a path of this machine, {found[0]}; remove it, and push again")
 
 
@@ -188,11 +193,13 @@ def push(model: SavedModel, repo: str, revision: str | None, private: bool | Non
         raise UserError(f"{model.folder}: is being pushed by {owner}; wait until that push has ended")
     try:
         check_loads(model.folder)
-        with tempfile.TemporaryDirectory(prefix="hub-") as folder:
+        with tempfile.TemporaryDirectory(dir=model.run, prefix=".hub-") as folder:  # narrowed weights need the room
             staged = Path(folder)
             model.stage(staged)
+            base = find_folder(*find_base(model.base, model.base_revision))
+            finish_model(staged, None, base, narrow=model.config.get("save_dtype") != "trained")
             write_model_card(model.run, folder=staged, repo=repo, revision=branch, step=model.step)
-            check_paths(staged)
+            check_paths(staged, base if find_on_hub(model.base, model.base_revision) else None)
             address = upload_folder(staged, repo, branch, f"DPO, {model.name}")
     finally:
         lease.release()

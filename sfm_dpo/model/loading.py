@@ -14,6 +14,7 @@ from accelerate import DistributedType, PartialState
 from huggingface_hub import hf_hub_download
 from peft import PeftModel, get_peft_model
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -48,6 +49,13 @@ def load_model_config(config: Config) -> PretrainedConfig:
         raise UserError(f"{what}: is a file; give the folder that holds the model")
     with user_input(f"{what}: neither a folder with a model nor a model on the Hub", explain_path(name)):
         base, revision = find_base(name, config.revision)
+        declared, _ = PretrainedConfig.get_config_dict(base, revision=revision)
+        is_known = declared.get("model_type") in CONFIG_MAPPING
+        if "auto_map" in declared and (config.train.trust_remote_code or not is_known):
+            remedy = "remove trust_remote_code" if is_known else "choose a model of a type that Transformers has"
+            raise UserError(
+                f"{what}: config.json names its own code (auto_map), which cannot be trained here; {remedy}"
+            )
         options = {"revision": revision, "trust_remote_code": config.train.trust_remote_code}
         model_config = AutoConfig.from_pretrained(base, **options)
         text = model_config.get_text_config()
@@ -171,7 +179,7 @@ def merge_adapter(name: str, adapter: dict[str, Any], init_kwargs: dict[str, Any
     would be rounded twice. Raises UserError under ZeRO-3, which shards the base while it is loaded."""
     base = adapter["base_model_name_or_path"]
     if is_deepspeed_zero3_enabled():
-        raise UserError(f"{field} {name}: holds a LoRA adapter; under ZeRO-3 merge it first (docs/hub.md)")
+        raise UserError(f"{field} {name}: holds a LoRA adapter; under ZeRO-3 merge it first (scripts/merge.py)")
     model = load_model(base, init_kwargs | {"revision": adapter.get("revision"), "dtype": "float32"}, field)
     frozen = {key for key, parameter in model.named_parameters() if not parameter.requires_grad}
     with user_input(f"{field} {name}: its adapter cannot be merged into {base}", "merge it yourself"):

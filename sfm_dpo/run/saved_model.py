@@ -14,11 +14,7 @@ from sfm_dpo.common.files import write_json
 from sfm_dpo.config.fields import FOLDER
 from sfm_dpo.run.checkpoint import COMPLETE, newest_checkpoint, step_of, why_damaged, why_incomplete
 from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, STATUS, State, read_file, read_sound_file, read_status
-
-# Libraries write other files into the folder, which are not part of the model
-MODEL_FILES = """model*.safetensors adapter_model.safetensors model.safetensors.index.json config.json
-    generation_config.json adapter_config.json chat_template.jinja tokenizer.json tokenizer_config.json
-    special_tokens_map.json added_tokens.json vocab.json merges.txt tokenizer.model""".split()
+from sfm_dpo.run.model_files import list_files
 
 SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([^/]+)/?")  # a model's folder in the Hub's cache
 
@@ -56,7 +52,9 @@ class SavedModel:
         """Links weights, configurations and tokenizer into the folder `target`; an adapter names its base on the Hub.
         Raises UserError if its base is only a local folder."""
         for path in list_files(self.folder):
-            (target / path.name).symlink_to(path.resolve())
+            link = target / path.relative_to(self.folder)
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(path.resolve())
         if not self.is_adapter:
             return
         adapter = json.loads((self.folder / ADAPTER_CONFIG_NAME).read_text())
@@ -78,12 +76,7 @@ def check_on_hub(base: str, revision: str | None) -> tuple[str, str | None]:
     if found := find_on_hub(base, revision):
         return found
     what = f"model_name_or_path {base}: is a folder of this machine, which a pushed LoRA adapter must not name"
-    raise UserError(f"{what}; merge the adapter (docs/hub.md), or train from a model on the Hub")
-
-
-def list_files(folder: Path) -> list[Path]:
-    """The files of the model in a folder: weights, configurations and tokenizer."""
-    return [path for pattern in MODEL_FILES for path in folder.glob(pattern)]
+    raise UserError(f"{what}; merge the adapter (scripts/merge.py), or train from a model on the Hub")
 
 
 def find_model(path: Path) -> SavedModel:

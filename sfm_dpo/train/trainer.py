@@ -49,6 +49,7 @@ from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import (
     compile_layers,
     disable_noise,
+    find_base,
     load_model,
     load_model_config,
     meta_adapter,
@@ -59,6 +60,7 @@ from sfm_dpo.model.packing import enable_padding_free, find_delta_nets, has_delt
 from sfm_dpo.model.sharding import fit_buckets, keep_precision, local_shard, prepare_blocks, use_fsdp_on_cpu
 from sfm_dpo.run.checkpoint import COMPLETE, keep_before
 from sfm_dpo.run.facts import ForwardPath, RunFacts
+from sfm_dpo.run.model_files import find_folder, finish_model
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, ResumeCallback
 from sfm_dpo.train.metrics import (
@@ -454,7 +456,14 @@ class SFMDPOTrainer(DPOTrainer):
         super()._save(output_dir, state_dict)
         folder = Path(output_dir or self.args.output_dir)
         (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle nobody reads
-        for weights in folder.glob("*.safetensors") if self.args.should_save else ():
+        if not self.args.should_save:
+            return
+        name = self.config.model.model_name_or_path
+        tokenizer = find_folder(name, self.config.revision, local_files_only=True)
+        base = find_folder(*find_base(name, self.config.revision), local_files_only=True)
+        is_final = folder == Path(self.args.output_dir)  # a checkpoint resumes with the bits that it had
+        finish_model(folder, tokenizer, base, narrow=is_final and self.args.save_dtype == "base")
+        for weights in folder.glob("*.safetensors"):
             follow_umask(weights)  # safetensors makes files that only their owner can read
 
     # Upstream: transformers 5.24, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although

