@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,18 @@ class Pairs:
     def write_dropped(self, path: Path) -> None:
         rows = sorted(self.dropped_rows, key=lambda row: (row["source"], row["row"]))
         write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+    def write_steps(self, path: Path, steps: Iterable[np.ndarray]) -> None:
+        """Writes source and rows of the pairs of each optimizer step as a JSON line; `steps`: their rows in train."""
+        sources = self.train["source"][:]
+        rows = self.train["row"][:]
+        lines = []
+        for number, places in enumerate(steps, 1):
+            of_step = defaultdict(list)
+            for place in places:
+                of_step[sources[place]].append(rows[place])
+            lines.append(json.dumps({"step": number, "rows": of_step}, ensure_ascii=False) + "\n")
+        write_atomically(path, "".join(lines), durable=False)
 
     def held_out(self) -> dict[str, Dataset]:
         return {name: tokens for name, tokens in self.splits.items() if name != "train"}

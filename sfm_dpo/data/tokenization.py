@@ -33,7 +33,7 @@ from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs
 from sfm_dpo.data.rendering import REFUSALS, find_tool_results, find_unprinted, frozen_clock, list_texts, render_pair
 from sfm_dpo.data.sources import explain_cache_errors
-from sfm_dpo.model.loading import load_model_config
+from sfm_dpo.model.loading import find_adapter, load_model_config
 
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
 # span or a drop reason.
@@ -58,7 +58,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     name = config.model.model_name_or_path
     options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
     with user_input(f"{config.model_field} {name}: cannot load a tokenizer", "check its files"):
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(find_adapter(name, config.revision) or name, **options)
     for of_loading in ("is_local", "local_files_only"):  # would be saved in tokenizer_config.json
         tokenizer.init_kwargs.pop(of_loading, None)
     if tokenizer.eos_token is None:

@@ -3,18 +3,22 @@
 TRL 1.16 logs `rewards/*` as sums over tokens even if the loss uses means; these metrics replace them.
 """
 
+import json
 import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather as gather_tensors
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.statistics import ALLOWED
 from sfm_dpo.config.checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
@@ -24,6 +28,7 @@ from sfm_dpo.run.facts import ForwardPath
 if TYPE_CHECKING:
     from sfm_dpo.train.trainer import SFMDPOTrainer
 
+OF_PAIRS = ("logps/chosen", "logps/rejected", "rewards/margins")  # metrics that are written for each held-out pair
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # of a sum of log-probs, relative, between two computations of it
 
 
@@ -174,6 +179,16 @@ class MetricSums:
             over_ranks = max if name in peaks else sum
             means[name] = over_ranks(rank[number][0] for rank in ranks) / max(count, 1)
         return means
+
+
+def write_margins(file: Path, pairs: Dataset, ranks: list[list[list[float]]]) -> None:
+    """Writes source, row and OF_PAIRS of each pair as a JSON line; rank r has computed pairs r, r + ranks, ..."""
+    lines = []
+    for number, pair in enumerate(pairs.select_columns(["source", "row"])):
+        values = ranks[number % len(ranks)][number // len(ranks)]
+        lines.append(json.dumps(pair | dict(zip(OF_PAIRS, values, strict=True))) + "\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, "".join(lines), durable=False)
 
 
 @dataclass
