@@ -1,6 +1,5 @@
 """The pairs of a run, as texts and as token ids, and the rows that are left out, each with its reason."""
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import numpy as np
 from datasets import Dataset
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import format_table, write_atomically
+from sfm_dpo.common.files import format_table, write_lines
 from sfm_dpo.config.checks import HELD_OUT
 
 PARTS = ("prompt", "chosen", "rejected")
@@ -84,20 +83,19 @@ class Pairs:
         return ": ".join(filter(None, [f"{DROP_REASONS[reason]}, {where}", first["detail"]]))
 
     def write_dropped(self, path: Path) -> None:
-        rows = sorted(self.dropped_rows, key=lambda row: (row["source"], row["row"]))
-        write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        write_lines(path, sorted(self.dropped_rows, key=lambda row: (row["source"], row["row"])))
 
     def write_steps(self, path: Path, steps: Iterable[np.ndarray]) -> None:
         """Writes source and rows of the pairs of each optimizer step as a JSON line; `steps`: their rows in train."""
         sources = self.train["source"][:]
         rows = self.train["row"][:]
         lines = []
-        for number, places in enumerate(steps, 1):
-            of_step = defaultdict(list)
-            for place in places:
-                of_step[sources[place]].append(rows[place])
-            lines.append(json.dumps({"step": number, "rows": of_step}, ensure_ascii=False) + "\n")
-        write_atomically(path, "".join(lines), durable=False)
+        for number, of_step in enumerate(steps, 1):
+            origins = defaultdict(list)
+            for i in of_step:
+                origins[sources[i]].append(rows[i])
+            lines.append({"step": number, "rows": origins})
+        write_lines(path, lines)
 
     def held_out(self) -> dict[str, Dataset]:
         return {name: tokens for name, tokens in self.splits.items() if name != "train"}

@@ -11,6 +11,7 @@ import logging
 import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,14 @@ _PAIR = Features(
     | {"row": Value("int64")}
 )
 _ROLES = {
-    **{name: name for name in ("system", "user", "assistant", "tool")},
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "chatbot", "ai"), "assistant"),
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "tool": "tool",
     "observation": "tool",
 }
+_ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai"), "assistant")
 # Text that begins as messages do, in JSON ("role") or as Python prints them ('role')
 _MESSAGES = re.compile(
     rf"""\s*\[?\s*{{\s*(?P<quote>['"]).*?\b(role|from)(?P=quote)\s*:\s*['"]({"|".join(_ROLES)})\b""", re.DOTALL | re.I
@@ -219,8 +223,7 @@ def normalize_fields(fields: Mapping[str, Any]) -> tuple[Any, Any, Any] | str:
         pair = normalize_pair(messages, *answers)
         if isinstance(pair, str) or not any(turn in messages for turn in pair[1] + pair[2]):
             return pair
-    reason = f"{names} looks like it, but holds an answer or ends with the role {last!r}"
-    return f"no_prompt: {reason}; end it with a user turn"
+    return f"no_prompt: {names} holds an answer or ends with the role {last!r}; end it with a user turn"
 
 
 def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:
@@ -269,20 +272,14 @@ def read_json(text: Any) -> Any:
     """Messages of JSON text, as an export to plain columns writes them; anything else is returned unchanged. Raises
     ValueError for messages as Python prints them."""
     found = _MESSAGES.match(text) if isinstance(text, str) else None
-    if not found:
-        return text
-    if found["quote"] == "'" and text.rstrip().endswith(("]", "}")):
+    if found and found["quote"] == "'" and text.rstrip().endswith(("]", "}")):
         raise ValueError("messages as Python prints them are not JSON; write the column with json.dumps")
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    turns = value if isinstance(value, list) else [value]
-    return turns if all(map(_is_message, turns)) else text
-
-
-def _is_message(turn: Any) -> bool:
-    return isinstance(turn, dict) and ({"role", "content"} <= turn.keys() or {"from", "value"} <= turn.keys())
+    with suppress(ValueError, TypeError):
+        value = json.loads(text) if found else text
+        turns = value if isinstance(value, list) else [value]
+        if found and all({"role", "content"} <= {*turn} or {"from", "value"} <= {*turn} for turn in turns):
+            return turns
+    return text
 
 
 def read_transcript(text: Any) -> Any:

@@ -26,13 +26,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import local_torch_dtype
-from transformers.utils import (
-    ADAPTER_CONFIG_NAME,
-    CONFIG_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_NAME,
-    find_adapter_config_file,
-)
+from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 from transformers.utils.logging import info_once
 from trl import get_peft_config
 
@@ -137,34 +131,30 @@ def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_
     into its base. Raises UserError for unknown `init_kwargs`, and for missing weights, which transformers 5.24 would
     initialise at random."""
     disable_cudnn_attention()
-    what = f"{field} {name}"
-    with user_input(f"{what}: cannot be loaded"):
-        adapter = read_adapter(name, init_kwargs.get("revision"))
-    if adapter:
+    if adapter := read_adapter(name, init_kwargs.get("revision")):
         return merge_adapter(name, adapter, init_kwargs, field)
     kwargs = {"dtype": "float32", "use_safetensors": True} | init_kwargs  # .bin files can run code
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if PartialState().distributed_type == DistributedType.NO and PartialState().device.type == "cuda":
         kwargs.setdefault("device_map", "auto")  # as TRL does: read the weights straight into the GPU
-    with user_input(f"{what}: cannot be loaded", "check its files and model_init_kwargs"):
+    with user_input(f"{field} {name}: cannot be loaded", "check its files and model_init_kwargs"):
         try:
             model, report = AutoModelForCausalLM.from_pretrained(name, **kwargs)
         except OSError as error:
-            if SAFE_WEIGHTS_NAME not in str(error):
+            if "model.safetensors" not in str(error):
                 raise
-            remedy = "convert one that you trust by from_pretrained and save_pretrained"
-            pickle = f"{WEIGHTS_NAME} is a pickle, which can run code, and is not read; {remedy}"
-            raise UserError(f"{what}: has no {SAFE_WEIGHTS_NAME}; {pickle}") from error
+            pickle = "pytorch_model.bin is a pickle, which can run code; convert one that you trust by save_pretrained"
+            raise UserError(f"{field} {name}: has no model.safetensors; {pickle}") from error
         if model.generation_config:
             check_generation(model.generation_config)
-        correct_config(model, what)
+        correct_config(model, f"{field} {name}")
     if extra := sorted(report["unexpected_keys"]):
-        log.warning(f"{what}: {type(model).__name__} has no {extra[0]} (and {len(extra) - 1} more): not saved")
+        log.warning(f"{field} {name}: {type(model).__name__} has no {extra[0]} (and {len(extra) - 1} more): not saved")
     absent = [f"{key} is missing" for key in sorted(report["missing_keys"])]
     absent += [f"{key[0]} has another shape" for key in sorted(report["mismatched_keys"])]
     if absent:
         raise UserError(
-            f"{what}: its weights do not match config.json: {absent[0]} "
+            f"{field} {name}: its weights do not match config.json: {absent[0]} "
             f"(and {len(absent) - 1} more); take config.json and weights from the same place"
         )
     return model
@@ -274,7 +264,7 @@ def identify_model(config: Config) -> str:
 
 def _identify(name: str, revision: str | None, model_config: PretrainedConfig) -> str:
     if not Path(name).is_dir():  # in the cache it is in snapshots/<commit>
-        folder = find_adapter(name, revision) or Path(hf_hub_download(name, CONFIG_NAME, revision=revision)).parent
+        folder = find_adapter(name, revision) or Path(hf_hub_download(name, "config.json", revision=revision)).parent
         return folder.name
     adapter = read_adapter(name)
     if not adapter:

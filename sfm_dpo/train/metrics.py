@@ -3,7 +3,6 @@
 TRL 1.16 logs `rewards/*` as sums over tokens even if the loss uses means; these metrics replace them.
 """
 
-import json
 import resource
 import time
 from collections import defaultdict
@@ -18,7 +17,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import write_atomically
+from sfm_dpo.common.files import write_lines
 from sfm_dpo.common.statistics import ALLOWED
 from sfm_dpo.config.checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
@@ -183,12 +182,11 @@ class MetricSums:
 
 def write_margins(file: Path, pairs: Dataset, ranks: list[list[list[float]]]) -> None:
     """Writes source, row and OF_PAIRS of each pair as a JSON line; rank r has computed pairs r, r + ranks, ..."""
-    lines = []
-    for number, pair in enumerate(pairs.select_columns(["source", "row"])):
-        values = ranks[number % len(ranks)][number // len(ranks)]
-        lines.append(json.dumps(pair | dict(zip(OF_PAIRS, values, strict=True))) + "\n")
+    lines = pairs.select_columns(["source", "row"]).to_list()
+    for number, line in enumerate(lines):
+        line |= zip(OF_PAIRS, ranks[number % len(ranks)][number // len(ranks)], strict=True)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, "".join(lines), durable=False)
+    write_lines(file, lines)
 
 
 @dataclass

@@ -32,7 +32,7 @@ PLAIN = ([Q], [A], [B])
 WITH_SYSTEM = ([S, Q], [A], [B])
 CALL = assistant("", tool_calls=[{"name": "f"}])
 RESULT = {"role": "tool", "content": "7"}
-JSON_ANSWERS = ('[{"name": "Bo", "role": "user"}]', "[{'role': 'user', 'content': 'x'}] is what you pass.")
+JSON_ANSWERS = ('[{"role": "user", "content": "x"}, 3]', "[{'role': 'user', 'content': 'x'}] is what you pass.")
 LOOK = {"city": "Köln", "at": None}
 
 
@@ -144,9 +144,9 @@ def test_a_prompt_in_another_column(write_rows, columns, prompt, name):
     ("columns", "reason"),
     [
         ({"context": "c", "question": "q"}, "question and context look like it; rename one of them to prompt"),
-        ({"messages": [Q, A]}, "messages looks like it, but holds an answer or ends with the role 'assistant'"),
-        ({"messages": [Q, A, Q]}, "messages looks like it, but holds an answer"),
-        ({"conversations": [{"from": "Ann", "value": "q"}]}, "conversations looks like it, .* the role 'Ann'; end it"),
+        ({"messages": [Q, A]}, "messages holds an answer or ends with the role 'assistant'; end it"),
+        ({"messages": [Q, A, Q]}, "messages holds an answer or"),
+        ({"conversations": [{"from": "Ann", "value": "q"}]}, "conversations holds .* the role 'Ann'; end it with"),
     ],
 )
 def test_a_prompt_in_no_column_names_those_that_look_like_one(write_rows, columns, reason):

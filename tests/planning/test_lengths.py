@@ -115,7 +115,7 @@ def test_counts_are_those_of_a_slow_reference(overlong, analyze, tiny_folder):
         for q in PERCENTILES:  # the smallest value that at least q% do not exceed
             expected = next(v for i, v in enumerate(sorted(values), 1) if 100 * i >= q * len(values))
             assert result["percentiles"][side][str(q)] == expected
-    assert sum(row["equal"] for row in result["candidates"]) == (4 if overlong == "truncate" else 0)
+    assert any(row["equal"] for row in result["candidates"]) == (overlong == "truncate")
     for row in [*result["candidates"], result["recommendation"]]:
         assert row["max_prompt_length"] == slow_prompt_length(slow, row["max_length"])
         expected = slow_row(slow, row["max_length"], row["max_prompt_length"], overlong)
