@@ -80,6 +80,7 @@ def prepare(job: dict) -> dict:
         below = config.vocab_size // 2 if name == "chosen" else config.vocab_size  # so that it can learn
         columns[f"{name}_ids"] = [rng.integers(2, below, n).tolist() for n in tokens]
         columns[f"{name}_length"] = tokens.tolist()
+    columns["common_length"] = [0] * len(lengths["prompt"])  # drawn at random
     Dataset.from_dict(columns).save_to_disk(scratch / "pairs")
     return {
         "machine": machine(),

@@ -7,8 +7,8 @@
 Any field of a recipe can be given as an option. docs/data.md explains the output. --json writes: `dataset`, `model`,
 `rows`, `usable`, `pairs`; `dropped`, rows by reason; `percentiles` of `total` (prompt + longer response),
 `prompt`, `chosen`, `rejected` in tokens; `candidates`, for each max_length its max_prompt_length (null: not needed)
-and what both keep and cost; `recommendation`, the same with its `reason`; `control_tokens`, `length_bias` and
-`findings`.
+and what both keep, drop (`equal`: answers equal once cut) and cost; `recommendation`, the same with its `reason`;
+`control_tokens`, `length_bias` and `findings`.
 """
 
 import os

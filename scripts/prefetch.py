@@ -21,10 +21,7 @@ from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.preferences import list_sources
 from sfm_dpo.data.sources import explain_cache_errors, load_rows
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
-from sfm_dpo.model.loading import find_base
-
-# Weights only as safetensors, and the other files that AutoModel and AutoTokenizer read
-MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
+from sfm_dpo.model.loading import HUB_FILES, find_base
 
 
 @command
@@ -34,13 +31,15 @@ def main(argv: list[str]) -> None:
     options, fields = parser.parse_known_args(argv or ["--help"])
     config = parse_config(fields, training=False)
     for part in config.parts:
-        name, revision = find_base(part.model.model_name_or_path, part.revision)
-        if not Path(name).is_dir():
-            files = [*MODEL_FILES, *(["*.py"] if config.train.trust_remote_code else [])]
-            remedy = "a gated or private model needs HF_TOKEN"
-            with user_input(f"{part.model_field} {name}: cannot be downloaded", remedy), explain_cache_errors():
-                folder = snapshot_download(name, revision=revision, allow_patterns=files)
-            print(f"model {name}: {folder}", flush=True)
+        name = part.model.model_name_or_path
+        remedy = "a gated or private model needs HF_TOKEN"
+        with user_input(f"{part.model_field} {name}: cannot be downloaded", remedy), explain_cache_errors():
+            name, revision = find_base(name, part.revision)  # which downloads an adapter
+            if Path(name).is_dir():
+                continue
+            files = [*HUB_FILES, *(["*.py"] if config.train.trust_remote_code else [])]
+            folder = snapshot_download(name, revision=revision, allow_patterns=files)
+        print(f"model {name}: {folder}", flush=True)
     if options.download_only:
         held_out = [DatasetConfig(**entry) for entry in read_eval_sets(config.train.eval_datasets).values()]
         for entry in [*list_sources(config), *held_out]:

@@ -73,11 +73,16 @@ UNWRITABLE_SIGNS = dict.fromkeys(("unexpected pos", "iostream error"), "free spa
 UNWRITABLE_SIGNS |= {os.strerror(number): DISK_REMEDIES[number] for number in UNWRITABLE}
 
 
+def order_pairs(config: Config, pairs: Pairs) -> PairSampler:
+    lengths = Lengths.of(pairs.train).truncate(config.train.max_length)
+    return PairSampler.of(lengths, config.train)
+
+
 def first_facts(config: Config, pairs: Pairs, before: Before) -> RunFacts:
     """What identifies a run on these tokenised pairs, before its model is loaded. All ranks must call it. Raises
     UserError if the checkpoint that it resumes from is another run's, or nothing would be trained."""
     args = config.train
-    sampler = PairSampler.of(Lengths.of(pairs.train).truncate(args.max_length), args)
+    sampler = order_pairs(config, pairs)
     stage = zero_stage()
     launch = "FSDP2" if launched_with() == "fsdp" else "whole weights"
     facts = RunFacts(
@@ -163,6 +168,9 @@ class TrainingRun:
         if config and pairs:
             describe(config, self.step)
             pairs.write_dropped(self.folder / "dropped.jsonl")
+            sampler = order_pairs(config, pairs)
+            steps = (rows for epoch in range(sampler.epochs) for rows in sampler.steps(epoch))
+            pairs.write_steps(self.folder / "steps.jsonl", steps)
             write_status(self.folder, State.RUNNING, step=self.step)
         write_json(self.folder / DATA, facts.as_dict())
 

@@ -49,6 +49,11 @@ def write_json(path: Path, value: Any, durable: bool = True) -> None:
     write_atomically(path, json.dumps(value, indent=2) + "\n", durable)
 
 
+def write_lines(path: Path, rows: Iterable[Any]) -> None:
+    """Writes the rows as JSON lines."""
+    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
 def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

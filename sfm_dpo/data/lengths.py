@@ -15,10 +15,11 @@ class Lengths:
     prompt: np.ndarray
     chosen: np.ndarray
     rejected: np.ndarray
+    common: np.ndarray | int = 0  # with which both responses begin; not known of truncated and of drawn pairs
 
     @classmethod
     def of(cls, tokens: Dataset) -> "Lengths":
-        names = [f"{part}_length" for part in PARTS]
+        names = [*(f"{part}_length" for part in PARTS), "common_length"]
         columns = tokens.select_columns(names).with_format("numpy")[:]
         return cls(*(columns[name].astype(np.int64) for name in names))
 
@@ -59,9 +60,12 @@ class Lengths:
         """[N] the reason (a key of DROP_REASONS) why training leaves a pair out, or "". `trained`: [N, 2] tokens of
         chosen and rejected that are left to train (count_trained)."""
         reasons = np.full(len(self), "", dtype=object)
+        truncated = self.truncate(None, max_prompt_length)
+        room = (max_length or np.inf) - truncated.prompt
+        reasons[room <= self.common] = "equal_after_cut"
         reasons[trained.min(axis=1) == 0] = "prompt_too_long"
         if overlong == "drop":
-            reasons[self.truncate(None, max_prompt_length).total > (max_length or np.inf)] = "too_long"
+            reasons[truncated.total > (max_length or np.inf)] = "too_long"
         return reasons
 
     def select(self, rows: np.ndarray) -> "Lengths":

@@ -1,7 +1,7 @@
 """The pairs of a run, as texts and as token ids, and the rows that are left out, each with its reason."""
 
-import json
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 from datasets import Dataset
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import format_table, write_atomically
+from sfm_dpo.common.files import format_table, write_lines
 from sfm_dpo.config.checks import HELD_OUT
 
 PARTS = ("prompt", "chosen", "rejected")
@@ -19,7 +19,7 @@ DROP_REASONS = {
     "malformed": "malformed: no text, messages (role, content) or tool calls",
     "refused": "cannot be rendered by the chat template",
     "prefill": "prompt ends in an assistant turn",
-    "no_prompt": "no prompt: answers of plain text need one in the column prompt",
+    "no_prompt": "no prompt: answers alone need one in the column prompt",
     "last_turn_not_assistant": "last turn is not the assistant's",
     "prompts_differ": "chosen and rejected have different prompts",
     "empty_response": "empty response",
@@ -27,6 +27,7 @@ DROP_REASONS = {
     "not_printed": "chosen and rejected differ only in what the chat template does not print",
     "tool_results": "tool results cannot be told from the model's words (mask_tool_results: false trains on both)",
     "prompt_too_long": "prompt leaves no room for a response within max_length",
+    "equal_after_cut": "chosen equals rejected once cut to max_length",
     "script": "rejected by filter_script",
     "duplicate": "repeats an earlier pair or prompt (drop_duplicates)",
     "too_long": "longer than max_length (overlong: drop)",
@@ -82,8 +83,19 @@ class Pairs:
         return ": ".join(filter(None, [f"{DROP_REASONS[reason]}, {where}", first["detail"]]))
 
     def write_dropped(self, path: Path) -> None:
-        rows = sorted(self.dropped_rows, key=lambda row: (row["source"], row["row"]))
-        write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        write_lines(path, sorted(self.dropped_rows, key=lambda row: (row["source"], row["row"])))
+
+    def write_steps(self, path: Path, steps: Iterable[np.ndarray]) -> None:
+        """Writes source and rows of the pairs of each optimizer step as a JSON line; `steps`: their rows in train."""
+        sources = self.train["source"][:]
+        rows = self.train["row"][:]
+        lines = []
+        for number, of_step in enumerate(steps, 1):
+            origins = defaultdict(list)
+            for i in of_step:
+                origins[sources[i]].append(rows[i])
+            lines.append({"step": number, "rows": origins})
+        write_lines(path, lines)
 
     def held_out(self) -> dict[str, Dataset]:
         return {name: tokens for name, tokens in self.splits.items() if name != "train"}

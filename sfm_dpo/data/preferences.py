@@ -11,6 +11,7 @@ import logging
 import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,30 @@ from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.sources import JSON_COLUMN, column_names, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
-PAIRS_VERSION = 9
+PAIRS_VERSION = 10
 TOOL_ROLES = ("tool", "environment")  # they hold the result of a call
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
-_FIELDS = (*PARTS, "tools", "chat_template_kwargs", "system")
+# Other names of the column `prompt`
+PROMPT_COLUMNS = ("conversations", "messages", "question", "instruction", "query", "context", "input", "history")
+_FIELDS = (*PARTS, *PROMPT_COLUMNS, "tools", "chat_template_kwargs", "system")
 _PAIR = Features(
     {name: Json() for name in PARTS}
     | {name: Value("string") for name in ("template", "source", "dropped", "ignored", "prompt_key", "pair_key")}
     | {"row": Value("int64")}
 )
-_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # roles
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "tool": "tool",
+    "observation": "tool",
+}
+_ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai"), "assistant")
+# Text that begins as messages do, in JSON ("role") or as Python prints them ('role')
+_MESSAGES = re.compile(
+    rf"""\s*\[?\s*{{\s*(?P<quote>['"]).*?\b(role|from)(?P=quote)\s*:\s*['"]({"|".join(_ROLES)})\b""", re.DOTALL | re.I
+)
 _TURN = re.compile(r"\n\n(Human|Assistant):")  # of a transcript
 
 log = logging.getLogger(__name__)
@@ -158,14 +173,14 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
     try:
         # Arrow gives every struct of a column the keys of all others
         fields = row if is_json else remove_none_values({name: row.get(name) for name in _FIELDS})
-        pair = normalize_pair(*(fields.get(name) for name in PARTS))
+        pair = normalize_fields(fields)
         tools = fields.get("tools")
         arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
         arguments |= fields.get("chat_template_kwargs") or {}
         if arguments:
             template = json.dumps(arguments)
-    except (ValueError, TypeError):
-        pair = "malformed"
+    except (ValueError, TypeError) as error:
+        pair = f"malformed: {error}"
     dropped = pair if isinstance(pair, str) else ""
     sides: tuple[Any, Any, Any] = ([], [], []) if isinstance(pair, str) else pair
     if script and not keeps(script, row):
@@ -173,7 +188,9 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
     # Written as JSON here, because datasets 5.2 would parse text that happens to be valid JSON
     columns: dict[str, Any] = {name: _as_json(side) for name, side in zip(PARTS, sides, strict=True)}
     columns |= {"prompt_key": _hash(sides[0], template), "pair_key": _hash(*sides, template)}
-    columns |= {"source": source, "row": index + 1, "ignored": "system" if row.get("system") else ""}
+    system = row.get("system")
+    is_ignored = system and sides[0][:1] != [{"role": "system", "content": system}]
+    columns |= {"source": source, "row": index + 1, "ignored": "system" if is_ignored else ""}
     return columns | {"template": template, "dropped": dropped}
 
 
@@ -185,13 +202,38 @@ def _as_json(value: Any) -> str:
     return json.dumps(value, default=str)  # a Parquet file may hold dates and decimals
 
 
+def normalize_fields(fields: Mapping[str, Any]) -> tuple[Any, Any, Any] | str:
+    """`normalize_pair` of a row. Answers without a prompt take it from one of PROMPT_COLUMNS, after `system`, if it
+    alone is there, ends with a user turn and holds no answer."""
+    answers = (fields.get("chosen"), fields.get("rejected"))
+    pair = normalize_pair(fields.get("prompt"), *answers)
+    found = {name: fields[name] for name in PROMPT_COLUMNS if fields.get(name)}
+    if pair != "no_prompt" or not found:
+        return pair
+    names = " and ".join(found)
+    if found.keys() == {"instruction", "input"}:  # joined as in LLaMA-Factory
+        found = {"prompt": "\n".join(found.values())}
+    if len(found) > 1:
+        return f"no_prompt: {names} look like it; rename one of them to prompt"
+    messages = _read_messages(read_json(read_transcript(*found.values())), "user")
+    last = messages and messages[-1]["role"]
+    if messages and last == "user":
+        if fields.get("system") and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": str(fields["system"])})
+        pair = normalize_pair(messages, *answers)
+        if isinstance(pair, str) or not any(turn in messages for turn in pair[1] + pair[2]):
+            return pair
+    return f"no_prompt: {names} holds an answer or ends with the role {last!r}; end it with a user turn"
+
+
 def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:
-    """One pair as (prompt, chosen, rejected), or the reason (a key of DROP_REASONS) why it cannot be used.
+    """One pair as (prompt, chosen, rejected), or the reason, as in drop_rows, why it cannot be used.
 
     Published sets have four formats: `prompt` text and message lists with the response alone (Dolci-Think); no
     `prompt`, and conversations whose shared beginning is the prompt (Dolci-Instruct); the same as transcripts
-    (hh-rlhf); and plain text. Raises ValueError for calls that are not JSON.
+    (hh-rlhf); and plain text. Message lists may be JSON text. Raises ValueError for calls and lists that are not.
     """
+    prompt, chosen, rejected = map(read_json, (prompt, chosen, rejected))
     if prompt is None:
         chosen = read_transcript(chosen)
         rejected = read_transcript(rejected)
@@ -209,19 +251,35 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
         return "malformed"
     if not chosen or not rejected:
         return "empty_response"
-    if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
-        return "last_turn_not_assistant"
+    for role in (chosen[-1]["role"], rejected[-1]["role"]):
+        if role != "assistant":
+            return f"last_turn_not_assistant: its role is {role!r}"
     if chosen == rejected:
         return "chosen_equals_rejected"
     common = common_prefix_length(chosen, rejected)  # in messages
     prompt = _join_prompts(prompt_messages, chosen[:common])
     chosen = chosen[common:]
     rejected = rejected[common:]
-    if any(message["role"] not in ("assistant", *TOOL_ROLES) for message in chosen + rejected):
-        return "prompts_differ"
+    for message in chosen + rejected:
+        if message["role"] not in ("assistant", *TOOL_ROLES):
+            return f"prompts_differ: in a turn of the role {message['role']!r}"
     if not chosen or not rejected or _is_empty(chosen[-1]) or _is_empty(rejected[-1]):
         return "empty_response"
-    return (prompt, chosen, rejected) if prompt else "malformed"
+    return (prompt, chosen, rejected) if prompt else "no_prompt"
+
+
+def read_json(text: Any) -> Any:
+    """Messages of JSON text, as an export to plain columns writes them; anything else is returned unchanged. Raises
+    ValueError for messages as Python prints them."""
+    found = _MESSAGES.match(text) if isinstance(text, str) else None
+    if found and found["quote"] == "'" and text.rstrip().endswith(("]", "}")):
+        raise ValueError("messages as Python prints them are not JSON; write the column with json.dumps")
+    with suppress(ValueError, TypeError):
+        value = json.loads(text) if found else text
+        turns = value if isinstance(value, list) else [value]
+        if found and all({"role", "content"} <= {*turn} or {"from", "value"} <= {*turn} for turn in turns):
+            return turns
+    return text
 
 
 def read_transcript(text: Any) -> Any:
@@ -259,10 +317,11 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
     messages = []
     for message in value:
         if isinstance(message, dict) and {"from", "value"} <= message.keys():
-            message = {"role": _SHAREGPT.get(message["from"], message["from"]), "content": message["value"]}
+            message = {"role": message["from"], "content": message["value"]}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return None
         message = {name: item for name, item in message.items() if item is not None}
+        message["role"] = _ROLES.get(message["role"].strip(" :").lower(), message["role"])
         texts = [message.get("content", "")]
         if isinstance(texts[0], list):  # parts, as of multimodal models
             texts = [part.get("text") if isinstance(part, dict) else None for part in texts[0]]

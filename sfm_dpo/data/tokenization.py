@@ -33,14 +33,15 @@ from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs
 from sfm_dpo.data.rendering import REFUSALS, find_tool_results, find_unprinted, frozen_clock, list_texts, render_pair
 from sfm_dpo.data.sources import explain_cache_errors
-from sfm_dpo.model.loading import load_model_config
+from sfm_dpo.model.loading import find_adapter, load_model_config
 
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
 # span or a drop reason.
-TOKENS_VERSION = 12
+TOKENS_VERSION = 13
 _TOKENS = Features(
     {f"{part}_ids": List(Value("int32")) for part in PARTS}
     | {f"{part}_length": Value("int32") for part in PARTS}
+    | {"common_length": Value("int32")}  # ids with which both responses begin
     | {"control_tokens": Value("bool")}  # whether its texts contain special tokens, which act like the template's own
     | {"masked": List(List(Value("int32")))}  # spans of tool results: side (0 chosen, 1 rejected), first id, end
     | {"prompt_trimmed": Value("int32")}  # tokens cut from the prompt's end, where prompt+response diverges
@@ -57,7 +58,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     name = config.model.model_name_or_path
     options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
     with user_input(f"{config.model_field} {name}: cannot load a tokenizer", "check its files"):
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(find_adapter(name, config.revision) or name, **options)
     for of_loading in ("is_local", "local_files_only"):  # would be saved in tokenizer_config.json
         tokenizer.init_kwargs.pop(of_loading, None)
     if tokenizer.eos_token is None:
@@ -210,7 +211,8 @@ def tokenize_pairs(
     Pairs.dropped_rows.
 
     A second call with the same pairs and tokenizer reads the cache, whatever the lengths. TRL's collator truncates to
-    `max_length`; here it only drops pairs whose prompt fills it or, with `overlong` drop, all longer pairs.
+    `max_length`; here it only drops pairs whose prompt fills it, pairs that are equal within it or, with `overlong`
+    drop, all longer pairs.
     `template_date`: see choose_date.
     """
     log.info(f"tokenizing {len(pairs):,} pairs")
@@ -313,6 +315,7 @@ def _split_ids(prompt: list[int], prompt_chosen: list[int], prompt_rejected: lis
     ids = {"prompt": prompt[:start], "chosen": prompt_chosen[start:], "rejected": prompt_rejected[start:]}
     row: dict[str, Any] = {f"{part}_ids": ids[part] for part in PARTS}
     row |= {f"{part}_length": len(ids[part]) for part in PARTS}
+    row["common_length"] = common_prefix_length(ids["chosen"], ids["rejected"])
     row["masked"] = []
     row["prompt_trimmed"] = len(prompt) - start
     # A template may strip white space or leave out the text in which the two sides differ.

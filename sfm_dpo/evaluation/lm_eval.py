@@ -74,7 +74,7 @@ def load_tasks(names: list[str]) -> Any:
 def evaluate_benchmarks(model: SavedModel, options: dict[str, Any], with_base: bool) -> list[dict[str, Any]]:
     """Rows of `compare_results` for the model and its base model (or itself), with the settings used."""
     folder = str(model.folder)
-    if read_adapter(model.base):
+    if read_adapter(model.base, model.base_revision):
         raise UserError(f"{folder}: its base model is a LoRA adapter, which lm-eval cannot load; merge {model.base}")
     base = {"pretrained": model.base, "tokenizer": folder}
     if model.base_revision:

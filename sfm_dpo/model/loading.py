@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType, PartialState
-from huggingface_hub import hf_hub_download
-from peft import PeftModel, get_peft_model
+from huggingface_hub import hf_hub_download, snapshot_download
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -26,7 +27,8 @@ from transformers.initialization import no_init_weights
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import local_torch_dtype
-from transformers.utils import ADAPTER_CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
+from transformers.utils.logging import info_once
 from trl import get_peft_config
 
 from sfm_dpo.common.distributed import on_main_process
@@ -37,6 +39,8 @@ from sfm_dpo.model.attention import disable_cudnn_attention
 
 log = logging.getLogger(__name__)
 
+# Weights only as safetensors, and the other files that AutoModel and AutoTokenizer read
+HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
 CONTENT = (".safetensors", ".gguf", ".py")  # of files that decide what a model in a folder computes
 
 
@@ -91,21 +95,29 @@ def has_balancing_loss(given: float | None, model_config: PretrainedConfig) -> b
     return hasattr(text, "output_router_logits") and coefficient != 0.0
 
 
-def read_adapter(name: str) -> dict[str, Any] | None:
-    """adapter_config.json of a folder that holds a LoRA adapter, such as a run or its checkpoint; None for a model."""
-    file = Path(name) / ADAPTER_CONFIG_NAME
-    if not file.is_file():
+def find_adapter(name: str, revision: str | None) -> Path | None:
+    """The folder of a LoRA adapter, such as a run or its checkpoint, or a copy of one on the Hub, in its cache; None
+    for a model."""
+    file = find_adapter_config_file(name, revision=revision)
+    if not file or Path(name).is_dir():
+        return file and Path(file).parent
+    return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns="*/*"))
+
+
+def read_adapter(name: str, revision: str | None = None) -> dict[str, Any] | None:
+    """adapter_config.json of a LoRA adapter in a folder or on the Hub; None for a model."""
+    folder = find_adapter(name, revision)
+    if not folder:
         return None
-    adapter = json.loads(file.read_text())
+    adapter = json.loads((folder / ADAPTER_CONFIG_NAME).read_text())
     if adapter["base_model_name_or_path"] == name:
         raise UserError(f"{name}: holds a model and an adapter to it; keep one of them there")
     return adapter
 
 
 def find_base(name: str, revision: str | None) -> tuple[str, str | None]:
-    """The model, with its revision, on which the LoRA adapter in the folder `name` builds; `name` itself if it holds
-    no adapter."""
-    while adapter := read_adapter(name):
+    """The model, with its revision, on which the LoRA adapter `name` builds; `name` itself if it is no adapter."""
+    while adapter := read_adapter(name, revision):
         name = adapter["base_model_name_or_path"]
         revision = adapter.get("revision")
     return name, revision
@@ -127,7 +139,7 @@ def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_
     into its base. Raises UserError for unknown `init_kwargs`, and for missing weights, which transformers 5.24 would
     initialise at random."""
     disable_cudnn_attention()
-    if adapter := read_adapter(name):
+    if adapter := read_adapter(name, init_kwargs.get("revision")):
         return merge_adapter(name, adapter, init_kwargs, field)
     kwargs = {"dtype": "float32", "use_safetensors": True} | init_kwargs  # .bin files can run code
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -135,7 +147,13 @@ def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_
         kwargs.setdefault("device_map", "auto")  # as TRL does: read the weights straight into the GPU
     suspect = "remove attn_implementation, or " if init_kwargs.get("attn_implementation") else ""
     with user_input(f"{field} {name}: cannot be loaded", f"{suspect}check its files and model_init_kwargs"):
-        model, report = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+        except OSError as error:
+            if "model.safetensors" not in str(error):
+                raise
+            pickle = "pytorch_model.bin is a pickle, which can run code; convert one that you trust by save_pretrained"
+            raise UserError(f"{field} {name}: has no model.safetensors; {pickle}") from error
         if model.generation_config:
             check_generation(model.generation_config)
         correct_config(model, f"{field} {name}")
@@ -175,15 +193,15 @@ def disable_noise(model: PreTrainedModel) -> None:
 
 
 def merge_adapter(name: str, adapter: dict[str, Any], init_kwargs: dict[str, Any], field: str) -> PreTrainedModel:
-    """The base model of the adapter in the folder `name` with the adapter merged into it, in fp32: in 16 bit the sum
-    would be rounded twice. Raises UserError under ZeRO-3, which shards the base while it is loaded."""
+    """The base model of the adapter `name` with the adapter merged into it, in fp32: in 16 bit the sum would be
+    rounded twice. Raises UserError under ZeRO-3, which shards the base while it is loaded."""
     base = adapter["base_model_name_or_path"]
     if is_deepspeed_zero3_enabled():
-        raise UserError(f"{field} {name}: holds a LoRA adapter; under ZeRO-3 merge it first (scripts/merge.py)")
+        raise UserError(f"{field} {name}: is a LoRA adapter; under ZeRO-3 merge it first (scripts/merge.py)")
     model = load_model(base, init_kwargs | {"revision": adapter.get("revision"), "dtype": "float32"}, field)
     frozen = {key for key, parameter in model.named_parameters() if not parameter.requires_grad}
     with user_input(f"{field} {name}: its adapter cannot be merged into {base}", "merge it yourself"):
-        model = PeftModel.from_pretrained(model, name).merge_and_unload()
+        model = PeftModel.from_pretrained(model, find_adapter(name, init_kwargs.get("revision"))).merge_and_unload()
     dtype = str(init_kwargs.get("dtype", "float32")).removeprefix("torch.")
     model.config.dtype = getattr(torch, dtype, torch.float32)
     for key, parameter in model.named_parameters():  # not the buffers: RoPE's frequencies are fp32
@@ -210,10 +228,22 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         return build_model(config, torch.bfloat16)
 
 
+def lora_config(config: Config, model_config: PretrainedConfig) -> LoraConfig | None:
+    """The LoRA adapter of a configuration, None without LoRA. If it names no target on a type of model for which PEFT
+    has none, such as OLMo 3, these are all linear layers."""
+    lora = get_peft_config(config.model)
+    kind = model_config.model_type
+    has_targets = lora is None or lora.target_modules or lora.target_parameters
+    if not has_targets and kind not in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
+        lora.target_modules = "all-linear"
+        info_once(log, f"lora_target_modules: PEFT knows none for {kind}; all linear layers are trained (all-linear)")
+    return lora
+
+
 def meta_adapter(config: Config, model_config: PretrainedConfig) -> PeftModel | None:
     """The model with its LoRA adapter, on the meta device; None without LoRA. Raises UserError if it has no such
     modules."""
-    lora = get_peft_config(config.model)
+    lora = lora_config(config, model_config)
     if lora is None:
         return None
     remedy = "name modules of the model, or set lora_target_modules: all-linear"
@@ -243,12 +273,14 @@ def identify_model(config: Config) -> str:
 
 
 def _identify(name: str, revision: str | None, model_config: PretrainedConfig) -> str:
-    if adapter := read_adapter(name):
-        base = _identify(adapter.pop("base_model_name_or_path"), adapter.pop("revision", None), model_config)
-        return FOLDER + _digest([base, _hash_folder(Path(name), model_config), adapter])
-    if Path(name).is_dir():
+    if not Path(name).is_dir():  # in the cache it is in snapshots/<commit>
+        folder = find_adapter(name, revision) or Path(hf_hub_download(name, "config.json", revision=revision)).parent
+        return folder.name
+    adapter = read_adapter(name)
+    if not adapter:
         return _hash_folder(Path(name), model_config)
-    return Path(hf_hub_download(name, "config.json", revision=revision)).parent.name  # snapshots/<commit>
+    base = _identify(adapter.pop("base_model_name_or_path"), adapter.pop("revision", None), model_config)
+    return FOLDER + _digest([base, _hash_folder(Path(name), model_config), adapter])
 
 
 def _hash_folder(folder: Path, config: PretrainedConfig) -> str:

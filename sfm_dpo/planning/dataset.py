@@ -102,10 +102,11 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pair
 
 
 NOTE = (
-    "*: recommended. untruncated: pairs that lose no token. dropped: no response token is left or, with overlong: "
-    "drop, the pair is longer. tokens, FLOPs: per epoch, without padding. step time: relative to the recommendation."
+    "*: recommended. untruncated: pairs that lose no token. dropped: no response token is left, both responses are "
+    "equal once cut (equal) or, with overlong: drop, the pair is longer. tokens, FLOPs: per epoch, without padding. "
+    "step time: relative to the recommendation."
 )
-HEADINGS = "max_length,max_prompt_length,untruncated,tokens kept,dropped,tokens,FLOPs,step time".split(",")
+HEADINGS = "max_length,max_prompt_length,untruncated,tokens kept,dropped,equal,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
     "total": ("prompt + longer", {"color": COLORS[0], "linewidth": 1.8}),
     "prompt": ("prompt", {"color": INK, "linestyle": ":"}),
@@ -129,7 +130,7 @@ def format_analysis(result: dict[str, Any]) -> str:
         prompt_length = row["max_prompt_length"]
         cells = [f"{mark}{row['max_length']:,}", f"{prompt_length:,}" if prompt_length else "not needed"]
         cells += [f"{row['untruncated']:.1%}", f"{row['tokens_kept']:.1%}"]
-        cells += [f"{row['dropped']:,}", f"{row['tokens'] / 1e6:,.2f} M"]
+        cells += [f"{row['dropped']:,}", f"{row['equal']:,}", f"{row['tokens'] / 1e6:,.2f} M"]
         candidates.append([*cells, f"{row['flops']:.2e}", f"x {row['relative_time']:.2f}"])
     pairs = f"{result['pairs']:,} of {result['usable']:,} usable pairs"
     findings = [f"  {finding['level']}: {finding['text']}" for finding in result["findings"]]

@@ -44,7 +44,8 @@ def measure_length(
     limits = (max_length, choose_prompt_length(lengths, max_length))
     truncated = lengths.truncate(*limits)
     trained = count(*limits)
-    used = lengths.find_unused(trained, *limits, overlong) == ""
+    reasons = lengths.find_unused(trained, *limits, overlong)
+    used = reasons == ""
     untruncated = (truncated.prompt == lengths.prompt) & (truncated.responses == lengths.responses).all(axis=1)
     sequences = truncated.select(used).sequences
     response_tokens = int(trained[used].sum())
@@ -54,6 +55,7 @@ def measure_length(
         "untruncated": float(untruncated.mean()),
         "tokens_kept": response_tokens / int(count(None, None).sum()),
         "dropped": int((~used).sum()),
+        "equal": int((reasons == "equal_after_cut").sum()),
         "response_tokens": response_tokens,
         "tokens": int(sequences.sum()),
         "flops": FORWARDS * forward_flops(torch.from_numpy(sequences.ravel()), response_tokens),

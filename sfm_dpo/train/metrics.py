@@ -8,13 +8,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather as gather_tensors
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import write_lines
 from sfm_dpo.common.statistics import ALLOWED
 from sfm_dpo.config.checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
@@ -24,6 +27,7 @@ from sfm_dpo.run.facts import ForwardPath
 if TYPE_CHECKING:
     from sfm_dpo.train.trainer import SFMDPOTrainer
 
+OF_PAIRS = ("logps/chosen", "logps/rejected", "rewards/margins")  # metrics that are written for each held-out pair
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # of a sum of log-probs, relative, between two computations of it
 
 
@@ -174,6 +178,15 @@ class MetricSums:
             over_ranks = max if name in peaks else sum
             means[name] = over_ranks(rank[number][0] for rank in ranks) / max(count, 1)
         return means
+
+
+def write_margins(file: Path, pairs: Dataset, ranks: list[list[list[float]]]) -> None:
+    """Writes source, row and OF_PAIRS of each pair as a JSON line; rank r has computed pairs r, r + ranks, ..."""
+    lines = pairs.select_columns(["source", "row"]).to_list()
+    for number, line in enumerate(lines):
+        line |= zip(OF_PAIRS, ranks[number % len(ranks)][number // len(ranks)], strict=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_lines(file, lines)
 
 
 @dataclass

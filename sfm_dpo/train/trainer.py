@@ -25,7 +25,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
-from trl import DPOTrainer, get_peft_config
+from trl import DPOTrainer
 from trl.trainer import dpo_trainer
 
 from sfm_dpo.common.distributed import (
@@ -52,6 +52,7 @@ from sfm_dpo.model.loading import (
     find_base,
     load_model,
     load_model_config,
+    lora_config,
     meta_adapter,
     meta_model,
     read_adapter,
@@ -64,6 +65,7 @@ from sfm_dpo.run.model_files import find_folder, finish_model
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, ResumeCallback
 from sfm_dpo.train.metrics import (
+    OF_PAIRS,
     CountingCollator,
     Meter,
     MetricSums,
@@ -73,6 +75,7 @@ from sfm_dpo.train.metrics import (
     loss_scale,
     peak_memory_gib,
     reward_metrics,
+    write_margins,
 )
 
 log = logging.getLogger(__name__)
@@ -101,6 +104,7 @@ class SFMDPOTrainer(DPOTrainer):
     is_fsdp_enabled: bool
     aux_loss_enabled: bool
     eval_sums: MetricSums  # of the current evaluation
+    eval_pairs: list[torch.Tensor]  # its metrics OF_PAIRS [B, 3], by batch
 
     def __init__(self, config: Config, asked: Asked, *, progress: Progress | None = None, **kwargs: Any):
         args = config.train
@@ -114,7 +118,7 @@ class SFMDPOTrainer(DPOTrainer):
         self.is_resumed = False
         self.step_0_checked = False
         fit_deepspeed_buckets(config)
-        options = {"peft_config": get_peft_config(config.model)} | kwargs
+        options = {"peft_config": lora_config(config, load_model_config(config))} | kwargs
         building = user_input("building the trainer", "correct the field it names; for LoRA, lora_target_modules")
         # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: hashes all weights on each rank for
         # the cache of _precompute_ref_logps below: 22 s for 7B. Canary: test_canary_hash_module
@@ -354,6 +358,7 @@ class SFMDPOTrainer(DPOTrainer):
         if self.aux_loss_enabled:  # the balancing loss depends on which sequences share a batch
             loss = loss - self.router_aux_loss_coef * outputs.aux_loss
         self.eval_sums.add({"loss": loss}, rewards, outputs, mask)
+        self.eval_pairs.append(torch.stack([rewards[name] for name in OF_PAIRS], dim=1))
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: restarts num_tokens at 0 in a resumed run.
     # Canary: test_canary_num_tokens
@@ -402,12 +407,18 @@ class SFMDPOTrainer(DPOTrainer):
     # Canary: test_canary_eval_metrics
     def evaluation_loop(self, dataloader: DataLoader, *args, metric_key_prefix: str = "eval", **kwargs) -> Any:
         dataset: Any = dataloader.dataset
-        self.eval_sums = MetricSums(len(self._eval_rows(dataset)))
+        count = len(self._eval_rows(dataset))
+        self.eval_sums = MetricSums(count)
+        self.eval_pairs = []
         self.chosen_tokens = count_trained(dataset, self.args.max_length)[:, 0].mean()
         with self.progress.during("evaluation"):
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         for name, value in self.eval_sums.reduce().items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
+        ranks = gather_values(torch.cat(self.eval_pairs)[:count].tolist())
+        if is_main_process():
+            file = f"{metric_key_prefix}-{self.state.global_step}.jsonl"
+            write_margins(Path(self.args.output_dir, "margins", file), dataset, ranks)
         return output
 
     def check_finite(self) -> None:

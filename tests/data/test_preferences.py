@@ -32,7 +32,12 @@ PLAIN = ([Q], [A], [B])
 WITH_SYSTEM = ([S, Q], [A], [B])
 CALL = assistant("", tool_calls=[{"name": "f"}])
 RESULT = {"role": "tool", "content": "7"}
+JSON_ANSWERS = ('[{"role": "user", "content": "x"}, 3]', "[{'role': 'user', 'content': 'x'}] is what you pass.")
 LOOK = {"city": "Köln", "at": None}
+
+
+def message(role: str, text: str) -> dict:
+    return {"role": role, "content": text}
 
 
 def two_calls(look) -> dict:
@@ -74,6 +79,16 @@ def mixture(tmp_path, entries, *cli):
         (("q", [ADDS | {"tool_calls": json.dumps(ADDS["tool_calls"])}], [B]), ([Q], [ADDED], [B])),
         (("q", [THOUGHT], [B]), ([Q], [THOUGHT], [B])),
         (("q", [CALL, RESULT, A], [B]), ([Q], [CALL, RESULT, A], [B])),  # a response of several turns
+        (("q", json.dumps([Q, A]), json.dumps([Q, B])), PLAIN),  # lists as JSON text
+        ((None, json.dumps([Q, A], indent=1), [Q, B]), PLAIN),
+        ((json.dumps([S, Q]), "a", json.dumps({"from": "gpt", "value": "b"})), WITH_SYSTEM),
+        (("q", *JSON_ANSWERS), ("q", *JSON_ANSWERS)),  # answers that happen to be JSON
+        # roles of another spelling
+        (
+            (None, [message("Human", "q"), message("Assistant:", "a")], [message("USER", "q"), message("bot", "b")]),
+            PLAIN,
+        ),
+        ((None, [message("System", "s"), message("prompter", "q"), A], [S, Q, message("model", "b")]), WITH_SYSTEM),
     ],
 )
 def test_shapes(row, expected):
@@ -86,12 +101,13 @@ def test_shapes(row, expected):
         (("q", 5, 6), "malformed"),
         (("q", [assistant([{"type": "image", "image": "x"}])], [B]), "malformed"),
         (("q", [assistant(3)], [B]), "malformed"),
-        ((None, [A], [B]), "malformed"),  # no prompt anywhere
-        (("q", [user("a")], [B]), "last_turn_not_assistant"),
-        ((None, [Q, A, Q], [Q, B]), "last_turn_not_assistant"),
-        ((None, [Q, A], [user("p"), B]), "prompts_differ"),
+        ((None, [A], [B]), "no_prompt"),
+        (("q", [user("a")], [B]), "last_turn_not_assistant: its role is 'user'"),
+        ((None, [Q, A, Q], [Q, B]), "last_turn_not_assistant: its role is 'user'"),
+        (("q", [A], [message("Expert", "b")]), "last_turn_not_assistant: its role is 'Expert'"),
+        ((None, [Q, A], [user("p"), B]), "prompts_differ: in a turn of the role 'user'"),
         ((None, "same", "other"), "no_prompt"),
-        ((None, "same", [B]), "malformed"),
+        ((None, "same", [B]), "no_prompt"),
         (("q", [], [B]), "empty_response"),
         (("q", [assistant("  \n")], [B]), "empty_response"),
         (("q", "a", " "), "empty_response"),
@@ -100,7 +116,55 @@ def test_shapes(row, expected):
     ],
 )
 def test_drop_reasons(row, reason):
-    assert normalize_pair(*row) == reason and reason in DROP_REASONS
+    assert normalize_pair(*row) == reason and reason.partition(": ")[0] in DROP_REASONS
+
+
+SINGLE = {"chosen": [A], "rejected": [B]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "prompt"),
+    [
+        ({"conversations": [{"from": "human", "value": "q"}], "context": ""}, [Q]),
+        ({"messages": [S, Q]}, [S, Q]),
+        ({"messages": json.dumps([Q]), "system": "s"}, [S, Q]),
+        ({"question": "q", "prompt": None}, [Q]),
+        ({"instruction": "q", "input": "i", "chosen": "a", "rejected": "b"}, [user("q\ni")]),
+        ({"query": "\n\nHuman: q\n\nAssistant:"}, [Q]),
+    ],
+)
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.parquet"])
+def test_a_prompt_in_another_column(write_rows, columns, prompt, name):
+    pairs = load(write_rows(name, [SINGLE | columns])).train
+    assert [pairs[0][part] for part in ("prompt", "chosen", "rejected")] == [prompt, [A], [B]]
+    assert not pairs[0]["ignored"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"context": "c", "question": "q"}, "question and context look like it; rename one of them to prompt"),
+        ({"messages": [Q, A]}, "messages holds an answer or ends with the role 'assistant'; end it"),
+        ({"messages": [Q, A, Q]}, "messages holds an answer or"),
+        ({"conversations": [{"from": "Ann", "value": "q"}]}, "conversations holds .* the role 'Ann'; end it with"),
+    ],
+)
+def test_a_prompt_in_no_column_names_those_that_look_like_one(write_rows, columns, reason):
+    with pytest.raises(UserError, match=rf"\(1 x no prompt: .* in the column prompt, first in row 1 of .*: {reason}"):
+        load(write_rows("pairs.jsonl", [SINGLE | columns]))
+
+
+def test_whole_conversations_hide_other_columns(write_rows):
+    rows = [{"chosen": [Q, A], "rejected": [Q, B], "messages": [user("p")], "system": "x"}]
+    pairs = load(write_rows("pairs.jsonl", rows)).train
+    assert pairs[0]["prompt"] == [Q] and pairs[0]["ignored"] == "system"
+
+
+def test_messages_as_python_prints_them_are_refused(write_rows):
+    arrays = "[{'content': 'q', 'role': 'user'}\n {'content': \"it's\", 'role': 'assistant'}]"  # of NumPy
+    for chosen in (str([Q, A]), arrays):
+        with pytest.raises(UserError, match=r"malformed.*: messages as Python prints them are not JSON; .*json.dumps"):
+            load(write_rows("pairs.jsonl", [PAIR | {"chosen": chosen}]))
 
 
 def test_what_a_file_holds_arrives_unchanged(write_rows):
@@ -362,7 +426,11 @@ def test_a_name_is_not_a_pattern(write_rows, tmp_path, monkeypatch, name):
         ("bad.parquet", b"PAR?", "bad.parquet: cannot be read"),
         ("pairs.csv", b"chosen,rejected\na,b\n", "pairs.csv: give .json, .jsonl or .parquet files"),
         ("one.jsonl", b'{"prompt": "q", "chosen": "a"}\n', "no column rejected; it has prompt, chosen"),
-        ("ask.jsonl", b'{"question": "q", "chosen": "a", "rejected": "b"}\n', "no prompt: answers of plain text need"),
+        (
+            "ask.jsonl",
+            b'{"ask": "q", "chosen": "a", "rejected": "b"}\n',
+            "no prompt: answers alone need one in the col",
+        ),
         ("number.jsonl", b'{"chosen": 1, "rejected": [{"from": "gpt"}]}\n', r"malformed: no text, messages \(role"),
     ],
 )

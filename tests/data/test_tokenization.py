@@ -491,6 +491,21 @@ def test_trained_tokens_are_counted_after_truncation_and_a_response_without_any_
         assert [d["reason"] for d in dropped] == ([] if all(kept) else ["prompt_too_long"])
 
 
+@pytest.mark.parametrize("more", [" and more", ""])  # "": one answer is the beginning of the other, but for its end
+def test_answers_that_differ_only_after_the_cut_are_dropped(more):
+    same = "the same words, "
+    pairs = Dataset.from_dict({"prompt": ["q"], "chosen": [f"{same}{more}"], "rejected": [f"{same}but others"]})
+    [row] = tokenize_pairs(pairs, tokenizer_with(), None)[0]
+    common = row["prompt_length"] + row["common_length"]
+    assert row["chosen_ids"][: row["common_length"]] == row["rejected_ids"][: row["common_length"]]
+    assert row["common_length"] > 5 and len(tokenize_pairs(pairs, tokenizer_with(), common + 1)[0]) == 1
+    for max_length, overlong, reason in ((common, "truncate", "equal_after_cut"), (common, "drop", "too_long")):
+        _, dropped = tokenize_pairs(pairs, tokenizer_with(), max_length, overlong=overlong)
+        assert [row["reason"] for row in dropped] == [reason]
+    _, dropped = tokenize_pairs(pairs, tokenizer_with(), common - 1, max_prompt_length=row["prompt_length"] - 1)
+    assert [row["reason"] for row in dropped] == ["equal_after_cut"]
+
+
 def test_the_hash_is_another_where_tokens_are_masked_alone():
     """So that caches and checkpoints of data without tools keep their keys."""
     for pairs, same in ((pairs_of(conversation), True), (tool_pair(CALLS, [assistant("no")]), False)):

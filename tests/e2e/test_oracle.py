@@ -8,7 +8,9 @@ every third pair. Only the token ids and the rows of each step are the package's
 
 import copy
 import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,7 +54,8 @@ PATHS = {
 OTHER = [f"{path}, other" for path in PATHS if not path.startswith("packed")]  # another model as the reference
 SAMPLERS = ["batch_rebalance", "random"]
 Combination = tuple[str, str, str]  # loss, path, sampler
-Expected = tuple[list[dict[str, float]], dict[str, torch.Tensor]]  # logged metrics, weights at the end
+# Logged metrics, weights at the end, source and row of each held-out pair with its metrics, lines of steps.jsonl
+Expected = tuple[list[dict[str, float]], dict[str, torch.Tensor], list, list]
 FEW: list[Combination] = [
     ("sigmoid_norm", "packed, cached", "batch_rebalance"),
     ("sigmoid", "padded, live", "random"),
@@ -98,17 +101,26 @@ def test_against_plain_pytorch(place, expect, launch, combinations):
         runs[name] = settings(place, loss, sampler, path in OTHER) | PATHS[path.removesuffix(", other")]
     folders = place.run_many(launch, runs)
     for (loss, path, sampler), (name, folder) in zip(combinations, folders.items(), strict=True):
-        expected, weights = expect(loss, sampler, path in OTHER)
+        expected, weights, margins, steps = expect(loss, sampler, path in OTHER)
         worst = 0.0
         for entry, metrics in zip(logged(folder) + logged(folder, "eval_loss"), expected, strict=True):
             for metric, value in metrics.items():
                 error = abs(entry[metric] - value) / max(1.0, abs(value))
                 worst = max(worst, error)
                 assert error < 2e-4, f"{name}, step {entry['step']}: {metric} is {entry[metric]}, not {value}"
+        assert read_lines(folder / "steps.jsonl")[:STEPS] == steps
+        for line, (origin, metrics) in zip(read_lines(folder / f"margins/eval-{STEPS}.jsonl"), margins, strict=True):
+            assert (line.pop("source"), line.pop("row")) == origin
+            expected_metrics = {name: metrics[name] for name in ("logps/chosen", "logps/rejected", "rewards/margins")}
+            assert line == pytest.approx(expected_metrics, rel=2e-4, abs=2e-4)
         saved = load_file(folder / "model.safetensors")
         drift = max((saved[key].double() - weight).abs().max().item() for key, weight in weights.items())
         assert drift < 2e-5, f"{name}: weights differ by {drift}"
         print(f"{name}: metrics {worst:.1e}, weights {drift:.1e}")
+
+
+def read_lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def settings(place: Place, loss: str, sampler: str, other: bool) -> dict[str, Any]:
@@ -119,7 +131,7 @@ def settings(place: Place, loss: str, sampler: str, other: bool) -> dict[str, An
 
 
 def oracle(place: Place, fields: dict[str, Any]) -> Expected:
-    """Metrics of each training step, then of the two held-out evaluations; and the weights at the end."""
+    """Metrics of each training step, then of the two held-out evaluations; the weights at the end; and the lines."""
     config = parse_config(as_options(place.values("nowhere", per_device_train_batch_size=2, **fields)), world_size=1)
     split = load_token_pairs(config, load_tokenizer(config))
     lengths = Lengths.of(split.train).truncate(config.train.max_length)
@@ -130,7 +142,8 @@ def oracle(place: Place, fields: dict[str, Any]) -> Expected:
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     loss_type = " ".join(fields["loss_type"])
     beta = fields["beta"]
-    before = measure(policy, reference, list(split.held_out()["eval"]), loss_type, beta)[1]
+    held_out = list(split.held_out()["eval"])
+    before = measure(policy, reference, held_out, loss_type, beta)[1]
     expected = []
     for rows in steps:
         loss, metrics = measure(policy, reference, [split.train[int(i)] for i in rows], loss_type, beta)
@@ -141,10 +154,14 @@ def oracle(place: Place, fields: dict[str, Any]) -> Expected:
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter -= RATE * parameter.grad
-    after = measure(policy, reference, list(split.held_out()["eval"]), loss_type, beta)[1]
+    after = measure(policy, reference, held_out, loss_type, beta)[1]
+    alone = [measure(policy, reference, [row], loss_type, beta)[1] for row in held_out]
+    margins = [((row["source"], row["row"]), metrics) for row, metrics in zip(held_out, alone, strict=True)]
+    source = str(place.folder / "pairs.jsonl")
+    trained = [{"step": number, "rows": {source: split.train[rows]["row"]}} for number, rows in enumerate(steps, 1)]
     for metrics in (before, after):
         expected.append({f"eval_{name}": value for name, value in metrics.items()})
-    return expected, {name: p.detach() for name, p in policy.named_parameters()}
+    return expected, {name: p.detach() for name, p in policy.named_parameters()}, margins, trained
 
 
 def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) -> tuple[torch.Tensor, dict[str, float]]:

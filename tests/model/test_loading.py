@@ -15,28 +15,89 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from huggingface_hub import constants
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM, GraniteMoeConfig, OPTConfig, Qwen3_5Config
+from transformers.utils.logging import info_once
 from trl.models import prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from sfm_dpo.common.distributed import disable_deepspeed_shm, load_only_tensors
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
-from sfm_dpo.model.loading import disable_noise, load_model, load_model_config
+from sfm_dpo.data.tokenization import load_tokenizer
+from sfm_dpo.model.loading import disable_noise, find_base, identify_model, load_model, load_model_config, meta_adapter
 from sfm_dpo.model.sharding import keep_precision, prepare_blocks
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import edit
 
 STOCK_ATTRIBUTES = dict(GraniteMoeConfig.attribute_map)  # before a load_model in this process adds num_experts
 
 
 def test_weights_that_could_run_code_are_not_loaded(tiny_folder, tmp_path):
+    """In a folder and on the Hub; what the error says to do works."""
     folder = shutil.copytree(tiny_folder("llama"), tmp_path / "m")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"cannot be loaded: .*no file named model.safetensors"):
-        load_model(str(folder), {})
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    for name in (str(folder), put_on_hub(folder, "lab/pickle")[0]):
+        with pytest.raises(UserError, match=r"has no model\.safetensors; pytorch_model\.bin is a pickle"):
+            load_model(name, {})
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)
+    assert load_model(str(folder), {})
+
+
+def put_on_hub(folder: Path, name: str) -> tuple[str, str]:
+    """Name and commit of a repository in the cache of the Hub, as snapshot_download leaves it."""
+    repo = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+    commit = "0123456789" * 4
+    shutil.copytree(folder, repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text(commit)
+    return name, commit
+
+
+def test_an_adapter_by_its_hub_id_is_that_of_its_folder(tiny_folder, tmp_path):
+    """Without a network. Its tokenizer lies beside it; config.json is its base's."""
+    options = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_folder("llama")), options)
+    adapter.save_pretrained(tmp_path / "adapter")
+    tiny_tokenizer().save_pretrained(tmp_path / "adapter")
+    name, commit = put_on_hub(tmp_path / "adapter", "lab/sft-adapter")
+    config = parse_config(["--model_name_or_path", name, "--dataset_name=x", "--use_cpu"])
+    assert identify_model(config) == commit and load_model_config(config).model_type == "llama"
+    assert load_tokenizer(config).get_vocab() == tiny_tokenizer().get_vocab()
+    assert find_base(name, "main") == (str(tiny_folder("llama")), None)
+    merged, expected = (load_model(each, {}).state_dict() for each in (name, str(tmp_path / "adapter")))
+    assert all(torch.equal(merged[key], weight) for key, weight in expected.items())
+    base = load_model(str(tiny_folder("llama")), {}).state_dict()
+    assert not torch.equal(
+        merged["model.layers.0.self_attn.q_proj.weight"], base["model.layers.0.self_attn.q_proj.weight"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "trained"),
+    [
+        ("olmo3", (), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("olmo3", ("--lora_target_modules", "q_proj", "k_proj"), {"q_proj", "k_proj"}),
+        ("llama", (), {"q_proj", "v_proj"}),  # PEFT's own choice
+        ("olmoe", ("--lora_target_parameters", "mlp.experts.down_proj"), {"experts"}),
+    ],
+)
+def test_lora_without_target_modules(tiny_folder, caplog, architecture, options, trained):
+    caplog.set_level("INFO", "sfm_dpo")
+    info_once.cache_clear()
+    argv = [f"--model_name_or_path={tiny_folder(architecture)}", "--dataset_name=x", "--use_cpu", "--use_peft=true"]
+    config = parse_config([*argv, "--lora_dropout=0", *options])
+    for _ in range(2):
+        adapter = meta_adapter(config, load_model_config(config))
+    names = {
+        name.partition(".lora_A")[0].rpartition(".")[2] for name, _ in adapter.named_parameters() if "lora_A" in name
+    }
+    assert names == trained
+    assert caplog.text.count("(all-linear)") == (len(trained) > 2), "said once"
 
 
 def test_cudnn_attention_is_off_once_a_model_is_loaded(tiny_folder):

@@ -65,7 +65,7 @@ def slow_tokens(rows: list[dict], tokenizer) -> list[tuple[list, list, list]]:
 
 
 def slow_row(pairs, max_length: int, max_prompt_length: int | None, overlong: str = "truncate") -> dict:
-    whole = dropped = responses = tokens = 0
+    whole = dropped = equal = responses = tokens = 0
     for prompt, chosen, rejected in pairs:
         shown = prompt if max_prompt_length is None else prompt[-max_prompt_length:]
         longer = len(shown) + max(len(chosen), len(rejected)) > max_length
@@ -73,6 +73,10 @@ def slow_row(pairs, max_length: int, max_prompt_length: int | None, overlong: st
             dropped += 1
             continue
         sides = [(shown + side)[:max_length] for side in (chosen, rejected)]
+        if sides[0] == sides[1]:
+            dropped += 1
+            equal += 1
+            continue
         whole += sides == [prompt + chosen, prompt + rejected]
         responses += sum(len(side) - len(shown) for side in sides)
         tokens += sum(map(len, sides))
@@ -80,6 +84,7 @@ def slow_row(pairs, max_length: int, max_prompt_length: int | None, overlong: st
         "untruncated": whole / len(pairs),
         "tokens_kept": responses / sum(len(c) + len(r) for _, c, r in pairs),
         "dropped": dropped,
+        "equal": equal,
         "response_tokens": responses,
         "tokens": tokens,
     }
@@ -97,6 +102,7 @@ def test_counts_are_those_of_a_slow_reference(overlong, analyze, tiny_folder):
     rng = np.random.default_rng(0)
     rows = [pair(i * 10**50, *("aé" * int(n) for n in rng.integers(0, 300, 2))) for i in range(120)]
     rows += [pair(1, "same", "same"), pair(2, "", "b"), *(pair(i, "a" * 400, "a" * 401) for i in range(3))]
+    rows += [pair(i, "a" * 400, "a" * 300 + "b") for i in range(4)]  # equal once cut to 256
     rows += [{side: [user("Why? " * 90), *turns] for side, turns in pair(7).items()}]
     result = analyze(rows, "--overlong", overlong)
     slow = slow_tokens(rows, AutoTokenizer.from_pretrained(tiny_folder("llama")))
@@ -109,6 +115,7 @@ def test_counts_are_those_of_a_slow_reference(overlong, analyze, tiny_folder):
         for q in PERCENTILES:  # the smallest value that at least q% do not exceed
             expected = next(v for i, v in enumerate(sorted(values), 1) if 100 * i >= q * len(values))
             assert result["percentiles"][side][str(q)] == expected
+    assert any(row["equal"] for row in result["candidates"]) == (overlong == "truncate")
     for row in [*result["candidates"], result["recommendation"]]:
         assert row["max_prompt_length"] == slow_prompt_length(slow, row["max_length"])
         expected = slow_row(slow, row["max_length"], row["max_prompt_length"], overlong)

@@ -108,7 +108,7 @@ def test_the_length_column_is_what_is_computed(tiny_folder, tmp_path):
     texts = [("a long prompt of many words", "yes", "no"), ("p", "yes", "no"), ("prompt", "x" * 200, "y" * 90)]
     rows = [dict(zip(("prompt", "chosen", "rejected"), text, strict=True)) for text in texts]
     tokens, _ = tokenize_pairs(Dataset.from_list(rows), tokenizer, 64, max_prompt_length=9)
-    empty_prompt = {"prompt_ids": [], "chosen_ids": [5, 6, 7], "rejected_ids": [8, 6]}
+    empty_prompt = {"prompt_ids": [], "chosen_ids": [5, 6, 7], "rejected_ids": [8, 6], "common_length": 0}
     tokens = [*tokens.to_list(), empty_prompt]
     for row in tokens:
         row.update({f"{name}_length": len(row[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")})
