@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from sfm_dpo.common.distributed import is_main_process, launched_with, on_main_process, zero_stage
+from sfm_dpo.common.distributed import explain_lost_peer, is_main_process, launched_with, on_main_process, zero_stage
 from sfm_dpo.common.errors import DISK_REMEDIES, DiskFull, Interrupted, PreflightDone, RunEnd, StopRequested, UserError
 from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.secrets import mask
@@ -32,7 +32,7 @@ from sfm_dpo.run.checkpoint import (
     clear_stop,
     mark_complete,
     newest_checkpoint,
-    rotate,
+    remove_unlisted,
     rotate_run,
     step_of,
     stop_is_for_good,
@@ -49,6 +49,7 @@ from sfm_dpo.run.folder import (
     STATUS,
     State,
     describe,
+    describe_end,
     has_failed,
     make_folder,
     message_of_rank,
@@ -68,9 +69,9 @@ from sfm_dpo.train.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 UNWRITABLE = DISK_REMEDIES.keys() - {errno.EPERM}  # not only of files
-# Signs of these in exceptions of safetensors and (the first two) of torch.save
-UNWRITABLE_SIGNS = dict.fromkeys(("unexpected pos", "iostream error"), "free space")
-UNWRITABLE_SIGNS |= {os.strerror(number): DISK_REMEDIES[number] for number in UNWRITABLE}
+# Signs of these in exceptions of torch.save, which does not say why, and of safetensors; and the remedies
+OF_TORCH = dict.fromkeys(("unexpected pos", "iostream error"), "free space, or check its disk or file server")
+UNWRITABLE_SIGNS = OF_TORCH | {os.strerror(number): DISK_REMEDIES[number] for number in UNWRITABLE}
 
 
 def order_pairs(config: Config, pairs: Pairs) -> PairSampler:
@@ -141,6 +142,7 @@ class TrainingRun:
 
         on_main_process(lock)
         start = choose_start(config)
+        on_main_process(lambda: remove_unlisted(folder))
         if not start.trains:
             on_main_process(lambda: find_model(folder))  # raises UserError if it is damaged
             rest = f"; still to do: {', '.join(start.steps)}" if start.steps else ""
@@ -149,11 +151,7 @@ class TrainingRun:
         self.folder = folder
         self.is_training = not config.train.preflight_only
         self.step = step_of(start.before.checkpoint)
-        (folder / ERROR).unlink(missing_ok=True)
-        if is_main_process():
-            rotate(folder, limit=None)  # half a checkpoint, of an earlier start that was killed
-            for partial in folder.glob(".*.partial"):
-                partial.unlink(missing_ok=True)
+        on_main_process(lambda: (folder / ERROR).unlink(missing_ok=True))
         if not (folder / RESOLVED_CONFIG).is_file():  # without it, the folder is empty until the data are read
             write_status(folder, State.RUNNING, message="loading")
         self.watchdog = Watchdog(folder, config.train.hang_timeout, config.train.ddp_timeout, self.progress)
@@ -180,7 +178,7 @@ class TrainingRun:
         self.watchdog.stop()
         clear_stop(self.folder)  # a request to stop came too late
         steps = list_open(trainer.config.train, {}, ())
-        mark_complete(self.folder, {"step": trainer.state.global_step}, list_files(self.folder))
+        mark_complete(self.folder, {"step": trainer.state.global_step, "open": steps}, list_files(self.folder))
         if is_main_process():
             rotate_run(trainer.config.train)  # what could not be deleted before
             write_end(self.folder, steps, step=trainer.state.global_step)
@@ -205,9 +203,8 @@ class TrainingRun:
                 if actions[step]():
                     still.remove(step)
                     write_end(folder, still)
-            status = read_status(folder)
-            self.exit_code = status["exit_code"]
-            if status["open"] != still:
+            self.exit_code = describe_end(still)["exit_code"]
+            if read_status(folder)["open"] != still:
                 log.error(f"{folder}: {STATUS} cannot be written; make it writable, and run the same command again")
         clear_stop(folder)  # a request to stop came too late
 
@@ -227,6 +224,9 @@ class TrainingRun:
                 self._close(end)
             if error:
                 self._record_error(error, end)
+        except OSError as later:  # the folder cannot even be read; another end has been logged before
+            if isinstance(end, StopRequested):
+                log.error(str(self._explain(later) or later))
         finally:
             self._release(is_void)
         return end is not None
@@ -264,30 +264,31 @@ class TrainingRun:
         smaller = self.facts.calibration.smaller if self.facts else None
         if cause and self.folder and (memory := explain_out_of_memory(cause, self.progress, smaller)):
             return memory
+        if lost := explain_lost_peer(cause):
+            return lost
         if isinstance(error, RunEnd):
             return error
         if self.output_dir and not self.output_dir.is_dir():
             return DiskFull(f"output_dir {self.output_dir}: was removed or moved during the run; start it again")
+        if self.output_dir and isinstance(error, OSError) and error.errno in UNWRITABLE:
+            where = error.filename or self.output_dir
+            remedy = DISK_REMEDIES[error.errno]
+            return DiskFull(f"{where}: {error.strerror}; {remedy}, and run the same command again to resume")
         if self.folder is None:
             return None
         if isinstance(error, KeyboardInterrupt):
             return Interrupted(f"interrupted at step {self.progress.step}")
-        if isinstance(error, OSError) and error.errno in UNWRITABLE:
-            where = error.filename or self.folder
-            remedy = DISK_REMEDIES[error.errno]
-            return DiskFull(f"{where}: {error.strerror}; {remedy}, and run the same command again to resume")
         if found := [sign for sign in UNWRITABLE_SIGNS if sign in str(error)]:
-            what = self.progress.saving or self.folder
-            newest = newest_checkpoint(self.folder)
-            full = f"disk full or read-only, or `ulimit -f` reached, while writing {what}"
-            remedy = UNWRITABLE_SIGNS[found[-1]]
-            return DiskFull(f"{full}; {remedy}, and run it again to resume from {newest}")
+            sign = found[-1]
+            reason = "disk full or failing, or `ulimit -f` reached" if sign in OF_TORCH else sign
+            what = f"{self.progress.saving or self.folder}: {reason}; {UNWRITABLE_SIGNS[sign]}"
+            return DiskFull(f"{what}, and run the same command again to resume")
         return None
 
     def _close(self, end: RunEnd) -> None:
         self.exit_code = end.exit_code
         is_stop = isinstance(end, StopRequested)
-        message = str(end) if is_stop else message_of_rank(self.folder, str(end))
+        message = str(end) if is_stop else message_of_rank(self.folder, str(end), end.is_first)
         status = end.status
         if is_stop:
             assert self.folder
@@ -304,8 +305,8 @@ class TrainingRun:
             log.error(message)
         if end.state == State.COLLAPSED and self.folder and is_main_process():
             found = {"verdict": "collapsed", "stopped": True, "last_healthy": status["checkpoint"]}
-            health = read_file(self.folder / HEALTH)
             with suppress(OSError):  # the disk may be full; status.json matters more
+                health = read_file(self.folder / HEALTH)
                 write_json(self.folder / HEALTH, health if health.get("stopped") else health | found)
         if self.folder and message:
             write_status(self.folder, State(end.state), end.exit_code, message, any_rank=not is_stop, **status)

@@ -19,6 +19,8 @@ PLAIN = {
     "gradient_checkpointing": "true",
 }
 
+UNREADABLE = "/proc/self/mem"  # reading its first byte is an input/output error
+
 
 def pairs(count: int = 64) -> list[dict]:
     """Pairs of many lengths, so that balancing has something to do."""

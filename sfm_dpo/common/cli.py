@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sfm_dpo.common.distributed import is_main_process
-from sfm_dpo.common.errors import Interrupted, RunEnd, UserError, user_input
+from sfm_dpo.common.errors import DISK_REMEDIES, Interrupted, RunEnd, UserError, user_input
 from sfm_dpo.common.secrets import mask
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,11 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
         except RunEnd as end:
             log.error("%s", end)
             return end.exit_code
-        except PermissionError as error:
-            log.error("%s: %s; ask its owner", error.filename, error.strerror)
+        except OSError as error:
+            if error.errno not in DISK_REMEDIES:
+                raise
+            remedy = "ask its owner" if isinstance(error, PermissionError) else DISK_REMEDIES[error.errno]
+            log.error(f"{error.filename}: {error.strerror}; {remedy}")
             return UserError.exit_code
         except KeyboardInterrupt:
             print("\ninterrupted", file=sys.stderr)

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sfm_dpo.common.errors import RunEnd, UserError
+from sfm_dpo.common.errors import PeerLost, RunEnd, UserError
 
 T = TypeVar("T")
 DRIVER = Path("/proc/driver/nvidia/version")  # exists if NVIDIA's driver is loaded
@@ -142,13 +143,13 @@ def gather_values(value: T) -> list[T]:
 
 
 def on_main_process(action: Callable[[], T]) -> T:
-    """Returns on every rank what `action` returns on rank 0, pickled. Rank 0's RunEnd is raised on every rank."""
+    """Returns on every rank what `action` returns on rank 0, pickled. Rank 0's RunEnd or OSError is raised on all."""
     result: Any = None
-    error: RunEnd | None = None
+    error: RunEnd | OSError | None = None
     if is_main_process():
         try:
             result = action()
-        except RunEnd as raised:
+        except (RunEnd, OSError) as raised:
             error = raised
     result, error = broadcast((result, error))
     if error:
@@ -161,6 +162,24 @@ def main_process_first(action: Callable[[], T]) -> T:
     results: list[T] = []
     on_main_process(lambda: results.append(action()))
     return results[0] if results else action()
+
+
+def share_error(message: str) -> str:
+    """Tells the other ranks why this one fails, without a file, and returns what the first of them said."""
+    from torch.distributed import distributed_c10d
+
+    if distributed_c10d.is_initialized():
+        with suppress(RuntimeError):  # the process that held the store is gone
+            return distributed_c10d._get_default_store().compare_set("sfm_dpo/error", "", message).decode()
+    return message
+
+
+def explain_lost_peer(error: BaseException | None) -> PeerLost | None:
+    """The end that an error of gloo or NCCL means, if it says that another rank has ended."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs):
+        return PeerLost(f"another rank has ended: {str(error).splitlines()[0]}")
+    return None
 
 
 def explain_missing_gpus() -> str | None:

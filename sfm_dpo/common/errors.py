@@ -18,7 +18,7 @@ _OF_MACHINE = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS,
 # What to do about a failed read or write
 DISK_REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "give yourself write permission"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "give yourself read and write permission"),
     errno.EFBIG: "raise `ulimit -f`",
     errno.EROFS: "use another node, or have it mounted read-write",
     errno.EIO: "check its disk or file server",
@@ -32,6 +32,7 @@ class RunEnd(Exception):
 
     exit_code: ClassVar[int]
     state: ClassVar[str]  # run.folder.State, in status.json
+    is_first = True  # and not the consequence of another rank's end
 
     def __init__(self, message: str, **status: Any):
         super().__init__("\n- ".join(" ".join(item.split()) for item in str(message).split("\n- ")))
@@ -46,6 +47,12 @@ class UserError(RunEnd):  # wrong configuration or data
 class DiskFull(RunEnd):  # or read-only; possibly on one rank only
     exit_code = 1
     state = "failed"
+
+
+class PeerLost(RunEnd):
+    exit_code = 1
+    state = "failed"
+    is_first = False
 
 
 class OutOfMemory(UserError):

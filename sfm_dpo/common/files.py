@@ -4,8 +4,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -16,12 +16,22 @@ import xxhash
 PROJECT = Path(__file__).resolve().parents[2]
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of reading or writing names the file, as one of opening it does."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
     """Writes the file so that a reader sees the old or the new content, never part of it; if `durable`,
     even after a power cut, which takes long on a shared file system."""
     partial = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.partial")  # others may write it, too
     try:
-        with partial.open("wb") as file:
+        with naming(path), partial.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             if durable:
                 sync(file)
@@ -55,7 +65,7 @@ def write_lines(path: Path, rows: Iterable[Any]) -> None:
 
 
 def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 

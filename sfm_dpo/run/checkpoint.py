@@ -16,16 +16,15 @@ from typing import Any
 
 import psutil
 
-from sfm_dpo.common.distributed import broadcast, gather_values, is_main_process, rank, world_size
+from sfm_dpo.common.distributed import gather_values, is_main_process, on_main_process, rank, world_size
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import hash_file, write_json
-from sfm_dpo.run.folder import EVALUATIONS, read_file
+from sfm_dpo.common.files import hash_file, naming, write_json
+from sfm_dpo.run.folder import COMPLETE, EVALUATIONS, read_file
 from sfm_dpo.run.lock import is_held
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-COMPLETE = "complete.json"
 STOP = "STOP"
 FOR_GOOD = "for good"  # in STOP: a batch job is not requeued
 KEEP = "KEEP"  # a checkpoint with a file of this name is never rotated away
@@ -68,18 +67,24 @@ def why_incomplete(checkpoint: Path, pattern: str = "*") -> str | None:
 
 def why_damaged(checkpoint: Path, pattern: str = "*") -> str | None:
     """Which file of a complete checkpoint does not match its recorded checksum; None if all match. All ranks must call
-    it: each reads the files it wrote, and all get the same answer."""
-    checksums = broadcast(read_file(checkpoint / COMPLETE).get("xxh3_128", {}))
-    damage = None
+    it: each reads the files it wrote, and all get the same answer. Raises OSError on all ranks if a file cannot be
+    read, which is no damage."""
+    checksums = on_main_process(lambda: read_file(checkpoint / COMPLETE).get("xxh3_128", {}))
+    damage: Any = None
     for name, checksum in checksums.items():
         if damage or not Path(name).match(pattern) or not _is_mine(name):
             continue
         try:
             if hash_file(checkpoint / name) != checksum:
                 damage = f"has a damaged {name} (its checksum differs)"
-        except OSError as error:
+        except (FileNotFoundError, IsADirectoryError) as error:
             damage = f"has an unreadable {name} ({error.strerror})"
-    return next(filter(None, gather_values(damage)), None)
+        except OSError as error:
+            damage = error
+    damage = next(filter(None, gather_values(damage)), None)
+    if isinstance(damage, OSError):
+        raise damage
+    return damage
 
 
 def _is_mine(name: str) -> bool:
@@ -108,7 +113,7 @@ def mark_complete(folder: Path, facts: dict[str, Any], paths: Iterable[Path] | N
     for path in sorted(folder.rglob("*") if paths is None else paths):
         name = str(path.relative_to(folder))
         if path.is_file() and path.name not in (COMPLETE, KEEP, PUSHING) and _is_mine(name):
-            with path.open("rb") as file:
+            with naming(path), path.open("rb") as file:
                 os.fsync(file.fileno())
             mine[name] = (path.stat().st_size, hash_file(path))
     files = sorted(item for part in gather_values(mine) for item in part.items())
@@ -118,12 +123,13 @@ def mark_complete(folder: Path, facts: dict[str, Any], paths: Iterable[Path] | N
         write_json(folder / COMPLETE, mark)
 
 
-def rotate(run: str | Path, limit: int | None, horizon: int = 0) -> None:
-    """Deletes incomplete checkpoints before the newest complete one, and the oldest complete ones beyond `limit`,
-    except those that have KEEP, are being pushed, or are among the newest MAX_AWAITED that wait for eval_command. The
-    newest that is `horizon` steps old, as late as the guard finds a collapse, is also kept, and the one after it."""
+def rotate(run: str | Path, limit: int | None, horizon: int = 0, is_start: bool = False) -> None:
+    """Deletes incomplete checkpoints (before the newest complete one; all if `is_start`), and the oldest complete ones
+    beyond `limit`, except those that have KEEP, are being pushed, or are among the newest MAX_AWAITED that wait for
+    eval_command. The newest that is `horizon` steps old, as late as the guard finds a collapse, is also kept, and the
+    one after it."""
     newest = step_of(newest_checkpoint(run))
-    old = [c for c in checkpoints(run) if step_of(c) <= newest]
+    old = [c for c in checkpoints(run) if is_start or step_of(c) <= newest]
     free = [c for c in old if not (c / KEEP).exists() and not is_held(c / PUSHING)]
     complete = [c for c in free if why_incomplete(c) is None]
     recent = complete[-limit:] if limit else complete
@@ -140,6 +146,14 @@ def rotate(run: str | Path, limit: int | None, horizon: int = 0) -> None:
                 shutil.rmtree(checkpoint)
             except OSError as error:  # on NFS, while another process has one of its files open
                 log.warning(f"{checkpoint}: cannot be deleted ({error}); tried again after the next save")
+
+
+def remove_unlisted(run: Path) -> None:
+    """Removes, at a start, what a killed process has left and no COMPLETE lists. In an incomplete checkpoint it would
+    be listed after the next save."""
+    rotate(run, limit=None, is_start=True)
+    for path in (*run.glob(".*.partial"), *run.glob(".tmp??????")):  # the latter: safetensors', as large as the model
+        path.unlink(missing_ok=True)
 
 
 def rotate_run(args: Any) -> None:

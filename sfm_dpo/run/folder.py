@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from sfm_dpo.common.distributed import is_main_process, world_size
+from sfm_dpo.common.distributed import is_main_process, share_error, world_size
 from sfm_dpo.common.errors import NOT_PUSHED, UserError, user_input
-from sfm_dpo.common.files import PROJECT, now, write_atomically, write_json
+from sfm_dpo.common.files import PROJECT, naming, now, write_atomically, write_json
 from sfm_dpo.common.process import ask
 from sfm_dpo.common.secrets import mask, mask_values
 from sfm_dpo.config.effects import NO_EFFECT
@@ -41,6 +41,7 @@ EVALUATION = "evaluation.json"
 REPORT = "report.html"
 CARD = "README.md"
 RUN_FILES = (RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS, PREFLIGHT, HEALTH, SAMPLES, EVALUATION)
+COMPLETE = "complete.json"  # in a checkpoint, and in the folder of a run whose model is saved: the list of its files
 TRAINER_STATE = "trainer_state.json"  # in a run's folder and in each checkpoint
 EVALUATIONS = "evaluations"  # a folder: step-N.json with what eval_command has measured, and step-N.log
 COLLECTIVES = "collectives-"  # with a rank: in stacks/, the last collectives of a process group that failed or hangs
@@ -50,6 +51,7 @@ REPORTED = "reported"
 EVALUATED = "evaluated"
 ERROR = "error.txt"  # the traceback of an end that was reported in one line
 LOG = "log.jsonl"  # entries as they are logged, from the beginning of training
+STATUS_BYTES = 4096  # of status.json at least, filled with blanks, so that a full disk takes the end, too
 STARTED = now()  # this process
 SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
 
@@ -92,11 +94,13 @@ class State(StrEnum):
 
 def read_file(path: Path) -> Any:
     """The content of a run's JSON or YAML file; empty if there is no such file, and, after one warning, if it is
-    damaged."""
+    damaged. Raises OSError if it cannot be read, which is no damage."""
     if path.exists():
         try:
             return read_sound_file(path, "treated as absent")
         except UserError as error:
+            if isinstance(error.__cause__, PermissionError):
+                raise error.__cause__ from None
             _warn_once(str(error))
     return [] if path.name == SAMPLES else {}
 
@@ -104,7 +108,7 @@ def read_file(path: Path) -> Any:
 def read_sound_file(path: Path, remedy: str) -> Any:
     """The content of a run's file. Raises UserError with the `remedy` if the file is absent or neither JSON nor YAML,
     or does not hold a mapping, or for SAMPLES a list."""
-    with user_input(f"{path}: missing or damaged", remedy):
+    with user_input(f"{path}: missing or damaged", remedy), naming(path):
         text = path.read_text()
         content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
         expected = list if path.name == SAMPLES else dict
@@ -119,8 +123,13 @@ def _warn_once(message: str) -> None:
 
 
 def read_status(run: str | Path) -> dict[str, Any]:
-    """status.json of a run; empty if there is none."""
-    return read_file(Path(run) / STATUS)
+    """status.json of a run; empty if there is none. COMPLETE tells that the model is saved, even if status.json could
+    not be written any more."""
+    status = read_file(Path(run) / STATUS)
+    mark = read_file(Path(run) / COMPLETE)
+    if mark and not State.of(status).has_model:
+        status |= describe_end(mark.get("open", [])) | {"step": mark.get("step")}
+    return status
 
 
 def write_status(
@@ -140,10 +149,13 @@ def write_status(
     status |= extra
     path = Path(run) / STATUS
     try:
-        write_json(path, status, durable=state != State.RUNNING)  # which is written again and again
+        content = json.dumps(status, indent=2).ljust(STATUS_BYTES)
+        write_atomically(path, content, durable=state != State.RUNNING)  # which is written again and again
     except OSError:  # already logged
-        with suppress(OSError):
-            path.write_text(json.dumps(status))  # on a full disk: in place of the old file, which needs no new block
+        with suppress(OSError), path.open("r+") as file:  # on a full disk: into the old file, which has the blocks
+            size = path.stat().st_size
+            content = json.dumps(status).ljust(size)
+            file.write(content if len(content) == size else "")
 
 
 def write_end(run: Path, open_steps: list[str], message: str = "", **extra: Any) -> None:
@@ -151,14 +163,17 @@ def write_end(run: Path, open_steps: list[str], message: str = "", **extra: Any)
     `push_failed` until its push."""
     before = read_status(run)
     of_training = {name: before[name] for name in ("step", "job", "task", "log", PUSHED) if before.get(name)}
-    state = State.DONE
-    code = 0
-    if PUSHED in open_steps:
-        state = State.PUSH_FAILED
-        code = NOT_PUSHED
-        earlier = before.get("message") if State.of(before) is state else ""
-        message = message or earlier or "trained and saved, but not pushed yet: run the same command again"
-    write_status(run, state, code, message, open=open_steps, **of_training | extra)
+    if State.of(before) is State.PUSH_FAILED:
+        message = message or before.get("message", "")
+    write_status(run, **describe_end(open_steps, message) | of_training | extra)
+
+
+def describe_end(open_steps: list[str], message: str = "") -> dict[str, Any]:
+    """The fields of status.json of a run whose model is saved."""
+    if PUSHED not in open_steps:
+        return {"state": State.DONE, "exit_code": 0, "message": "", "open": open_steps}
+    message = message or "trained and saved, but not pushed yet: run the same command again"
+    return {"state": State.PUSH_FAILED, "exit_code": NOT_PUSHED, "message": message, "open": open_steps}
 
 
 def array_task() -> str | None:
@@ -169,18 +184,27 @@ def array_task() -> str | None:
 
 def has_failed(run: str | Path) -> bool:
     """Whether a rank has recorded in status.json why this start failed."""
-    status = read_status(run)
-    is_failure = State.of(status) in (State.REFUSED, State.COLLAPSED, State.HUNG, State.FAILED)
-    return is_failure and status.get("time", "") >= STARTED
+    with suppress(OSError):
+        status = read_status(run)
+        is_failure = State.of(status) in (State.REFUSED, State.COLLAPSED, State.HUNG, State.FAILED)
+        return is_failure and status.get("time", "") >= STARTED
+    return False
 
 
-def message_of_rank(run: Path | None, error: str) -> str | None:
-    """The message this rank logs for an end with `error`; None if rank 0 ends with the same error and logs it."""
+def message_of_rank(run: Path | None, error: str, is_first: bool = True) -> str | None:
+    """The message this rank logs for an end with `error`, or for that of the rank that failed first; None if another
+    rank logs it, and has written it into status.json."""
+    if not is_main_process():
+        error = f"rank {os.environ['RANK']} on {platform.node()}: {error}"
+    first = share_error(error)
     if not is_main_process():
         time.sleep(SAID_SECONDS)
         if run is None or has_failed(run):
             return None
-        error = f"rank {os.environ['RANK']} on {platform.node()}: {error}"
+    if not is_first:
+        if run and has_failed(run):
+            return None
+        error = first
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torch's launcher quotes this file
         with suppress(OSError):  # TMPDIR may be full, too
             Path(file).write_text(json.dumps({"message": mask(error), "timestamp": int(time.time())}))

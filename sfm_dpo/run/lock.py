@@ -13,7 +13,7 @@ from typing import Any
 from filelock import LeaseCompromise, SoftFileLease, Timeout
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import sync
+from sfm_dpo.common.files import naming, sync
 from sfm_dpo.common.process import is_alive, this_process
 from sfm_dpo.common.slurm import is_running, squeue_states
 
@@ -79,10 +79,14 @@ class Lease:
             self._lock.acquire(blocking=False)
         except Timeout:
             return False
-        with suppress(FileNotFoundError), self.path.open("r+") as file:  # another contender may have just moved it
-            file.seek(0, os.SEEK_END)
-            file.write(f"owner={json.dumps(this_process())}\n")  # filelock ignores lines it does not know
-            sync(file)
+        try:  # another contender may have just moved it
+            with suppress(FileNotFoundError), naming(self.path), self.path.open("r+") as file:
+                file.seek(0, os.SEEK_END)
+                file.write(f"owner={json.dumps(this_process())}\n")  # filelock ignores lines it does not know
+                sync(file)
+        except OSError:
+            self.release()
+            raise
         if not self._lock.is_lock_held_by_us:
             self.release()
         return self._lock.is_locked

@@ -32,6 +32,7 @@ from sfm_dpo.run.folder import (
     TRAINER_STATE,
     State,
     read_file,
+    read_status,
 )
 from sfm_dpo.run.lock import LOCK, read_owner
 
@@ -52,6 +53,7 @@ def read_run(run: Path) -> dict[str, Any]:
     last start or None, and `gpu_hours`. Raises UserError without files."""
     facts = {Path(name).stem: mask_values(read_file(run / name)) for name in RUN_FILES}  # reports are shared
     facts["config"] = facts.pop(Path(RESOLVED_CONFIG).stem)
+    facts["status"] = mask_values(read_status(run))
     states = [read_file(folder / TRAINER_STATE) for folder in (run, *checkpoints(run))]
     state = max(states, key=lambda s: s.get("global_step", -1))  # a killed run has only its checkpoints' files
     if not any(facts.values()) and not state:
@@ -221,7 +223,7 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
 def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, Any]:
     """The state of a run at `now` (Unix time), given `queue` from `squeue_states`: COLUMNS (`eta` and `last` are in
     seconds), and what `format_runs` adds; unknown values are None."""
-    status = read_file(run / STATUS)
+    status = read_status(run)
     job = status.get("task") or status.get("job")
     slurm = None
     if queue is not None and (names := list_jobs(run)):
@@ -241,7 +243,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         shown = LOADING if (run / STATUS).exists() else LOCKED
     if slurm == "PENDING" and not runs:
         shown += ", queued"
-    facts = {"status": status, "log": _read_log(run / LOG)}
+    facts: dict[str, Any] = {"status": status, "log": _read_log(run / LOG)}
     facts |= {"config": read_file(run / RESOLVED_CONFIG), "data": read_file(run / DATA)}
     verdicts = judge_learning(facts)
     held_out: dict[str, Any] = next((entry for entry in reversed(facts["log"]) if "eval_loss" in entry), {})
@@ -279,7 +281,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
 
 def list_jobs(run: Path) -> list[str]:
     """The jobs of a run that Slurm may know: its last start's, and its lock's owner."""
-    status = read_file(run / STATUS)
+    status = read_status(run)
     return list(filter(None, [status.get("task"), status.get("job"), read_owner(run / LOCK).get("job")]))
 
 

@@ -92,7 +92,8 @@ def find_model(path: Path) -> SavedModel:
         is_marked = (path / COMPLETE).is_file()  # unless the model was saved by hand
         if is_marked and (reason := why_incomplete(path, "*.safetensors")):  # people edit the other files
             newest = newest_checkpoint(path)
-            remedy = f"remove {path / STATUS} and run its command again, which saves the model again from {newest}"
+            files = f"{path / STATUS} and {path / COMPLETE}"
+            remedy = f"remove {files} and run its command again, which saves the model again from {newest}"
             raise UserError(f"{path}: {reason}; {remedy if newest else 'train it again'}")
         return SavedModel(path, run, None, config)
     if reason := why_incomplete(path) or why_damaged(path, "*.safetensors"):

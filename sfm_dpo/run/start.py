@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sfm_dpo.common.distributed import is_main_process, on_main_process, world_size
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import naming
 from sfm_dpo.config.effects import MAY_CHANGE, ORDER
 from sfm_dpo.run.checkpoint import COMPLETE, STOP, checkpoints, clear_old_stop, why_damaged, why_incomplete
 from sfm_dpo.run.facts import RunFacts
@@ -113,7 +114,8 @@ def read_start(config: "Config", processes: int, damaged: Mapping[Path, str]) ->
     args = config.train
     run = Path(args.output_dir)
     names = {path.name for path in run.iterdir() if not path.name.startswith(".")}
-    logged = (run / LOG).read_text(errors="replace") if LOG in names else ""
+    with naming(run / LOG):
+        logged = (run / LOG).read_text(errors="replace") if LOG in names else ""
     has_trained = bool(list(run.glob("*.safetensors")) or checkpoints(run) or re.search('"step": [1-9]', logged))
     start = judge_folder(config, names, read_status(run), read_file(run / RESOLVED_CONFIG), has_trained)
     if not start.trains:

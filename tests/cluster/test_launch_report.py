@@ -14,6 +14,7 @@ from sfm_dpo.cluster import launch
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.run import folder
 from sfm_dpo.run.folder import has_failed, message_of_rank, read_status, write_status
+from sfm_dpo.training_run import TrainingRun
 
 HOST = platform.node()
 RANKS = """
@@ -76,3 +77,18 @@ def test_a_rank_speaks_where_rank_0_does_not_know(tmp_path, monkeypatch):
     assert has_failed(tmp_path) and message_of_rank(tmp_path, "no file") is None
     monkeypatch.setattr(folder, "STARTED", "2999-01-01T00:00:00+00:00")  # that was an earlier start
     assert not has_failed(tmp_path) and message_of_rank(tmp_path, "no file")
+
+
+def test_the_first_cause_is_kept_though_its_rank_cannot_write_it(tmp_path, monkeypatch, process_group, capsys):
+    """Rank 0 ends because rank 1 has ended, in one line: that of rank 1, which only the store of the ranks has."""
+    monkeypatch.setattr(folder, "SAID_SECONDS", 0)
+    monkeypatch.setenv("RANK", "1")
+    message_of_rank(tmp_path, "disk full")
+    monkeypatch.setenv("RANK", "0")
+    with TrainingRun() as run:
+        run.output_dir = run.folder = tmp_path
+        raise RuntimeError(
+            "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1\nException raised"
+        )
+    assert capsys.readouterr().err == f"error: rank 1 on {HOST}: disk full\n"
+    assert read_status(tmp_path)["message"] == f"rank 1 on {HOST}: disk full"

@@ -24,6 +24,7 @@ from sfm_dpo.config.fields import parse_config
         (PreflightRefused("too bad: hf_" + "a" * 34), 3, "error: too bad: ***\n"),
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
         (PermissionError(13, "Permission denied", "/a"), 2, "error: /a: Permission denied; ask its owner\n"),
+        (OSError(5, "Input/output error", "/a"), 2, "error: /a: Input/output error; check its disk or file server\n"),
     ],
 )
 def test_command_returns_the_exit_code(capsys, end, code, line):

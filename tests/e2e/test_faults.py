@@ -1,8 +1,8 @@
 """Faults at random moments of a run: the same command then ends bitwise as if nothing had happened.
 
-A few cases of MATRIX by default, more in the grid. FAULTS=100 python -m pytest tests/e2e/test_faults.py -k bitwise -s
-runs all of them and prints a table; FAULT_SEED makes another series. A rank that is stopped for longer than
-hang_timeout: test_hang.py.
+A few cases of MATRIX and OPERATIONS by default, more in the grid. FAULTS=100 python -m pytest tests/e2e/test_faults.py
+-k bitwise -s runs so many of each and prints a table; FAULT_SEED makes another series. A rank that is stopped for
+longer than hang_timeout: test_hang.py.
 """
 
 import contextlib
@@ -20,7 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sfm_dpo.common.errors import DISK_REMEDIES
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, step_of, why_incomplete
+from sfm_dpo.run.folder import State, read_status
 from tests.e2e.runs import Place, Run, assert_same_run
 from tests.e2e.test_resume import shards, write_killed
 from tests.hub_server import TOKEN, HubServer
@@ -56,8 +58,17 @@ GROUP = 54_321  # also the id of another user
 CASES = [("kill -9", "step", "2"), ("read-only: HF_HOME", "reference pass", "1")]
 GRID = [("two runs on one cache", "reference pass", "1"), *MATRIX[5::11]]
 CASES += [pytest.param(*case, marks=pytest.mark.grid) for case in GRID]
+# One operation on a file of the run's folder fails, or it and each later one
+MOST = {"write": (200, 80), "open": (80, 8), "read": (150, 20)}  # a run does as many, in rank 0 and in rank 1
+CODES = {"write": ("ENOSPC", "EIO", "EROFS"), "open": ("EROFS", "ENOSPC", "EIO"), "read": ("EIO",)}
+# That is which one: of each kind, in each launch, rank 1 too
+OPERATIONS = [("write", "1"), ("read", "1"), ("write", "ZeRO-3"), ("open", "FSDP2"), ("read", "ZeRO-3"), ("open", "1")]
+OPERATIONS += [("write", "FSDP2"), ("open", "ZeRO-3"), ("read", "FSDP2")]
+SEEDS = [(seed, *operation) for seed, operation in enumerate(OPERATIONS + OPERATIONS[::3])]
+SEEDS[2:] = [pytest.param(*case, marks=pytest.mark.grid) for case in SEEDS[2:]]
 if "FAULTS" in os.environ:
     CASES = MATRIX[: int(os.environ["FAULTS"])]
+    SEEDS = [(seed, *OPERATIONS[seed % len(OPERATIONS)]) for seed in range(int(os.environ["FAULTS"]))]
 
 
 @pytest.fixture(scope="session")
@@ -86,6 +97,33 @@ def test_the_same_command_then_ends_bitwise(place, uninterrupted, tmp_path, kind
         assert_same_run(again, uninterrupted(*LAUNCHES[launch]))
     start = newest.name if newest else "the beginning"
     print(f"| {kind} | {phase} | {launch} | code {code} | {start} |", flush=True)
+
+
+@pytest.mark.parametrize(("seed", "kind", "launch"), SEEDS)
+def test_after_a_failed_operation_the_same_command_ends_bitwise(
+    place, uninterrupted, failing_disk, tmp_path, seed, kind, launch
+):
+    dice = random.Random(f"{os.environ.get('FAULT_SEED')}, {seed}")
+    processes, _ = LAUNCHES[launch]
+    rank = dice.randrange(processes)
+    error = dice.choice(CODES[kind])
+    number = round(MOST[kind][rank] ** dice.random())  # a start does little, and most of what can be lost by it
+    operation = f"{kind} {number} {getattr(errno, error)} {dice.choice(['once', 'later'])}"
+    name = tmp_path.name
+    failed = tmp_path / "failed"
+    env = {"LD_PRELOAD": str(failing_disk), "FAILING_DISK": f"{place.folder / name}/", "FAILING_LOG": str(failed)}
+    env |= {"FAILING_OPERATION": operation, "FAILING_RANK": str(rank)}
+    run = place.start(name, *LAUNCHES[launch], env=env)
+    code = run.wait()
+    print(f"| {operation} | rank {rank} | {launch} | code {code} | {failed.read_text().splitlines()[0]} |", flush=True)
+    assert run.log.count("Traceback") == (processes > 1 and code != 0), f"not the launcher's alone: {run.log[-6000:]}"
+    assert run.log.count("\nerror: ") <= processes, run.log[-6000:]
+    assert code == 0 or DISK_REMEDIES[getattr(errno, error)] in run.log, run.log[-6000:]
+    was_done = State.of(read_status(run.folder)).has_model
+    again = place.start(name, *LAUNCHES[launch]).finish()
+    assert was_done == ("already done" in again.log), again.log[-4000:]
+    assert not list(run.folder.rglob(".tmp*")) and not list(run.folder.rglob(".*.partial"))
+    assert_same_run(again, uninterrupted(*LAUNCHES[launch]))
 
 
 def obey_permissions() -> None:

@@ -235,6 +235,7 @@ def test_a_pushed_adapter_names_its_base_on_the_hub_and_no_path(hub, run, tmp_pa
 
 def test_what_is_no_finished_model_is_refused_in_one_line(hub, run, tmp_path, capsys):
     (run / "checkpoint-4" / "complete.json").unlink()
+    (run / "complete.json").unlink()
     write_status(run, "stopped", 75, step=4)
     for path, message in {
         tmp_path: "not a run's folder or checkpoint",

@@ -155,6 +155,7 @@ def test_the_verdict_is_that_of_the_interval(log, verdict, words):
 
 
 def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
+    (run / "complete.json").unlink()
     save(run, "status.json", {"state": "failed", "message": HOSTILE})
     save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE + "!"] * 2, "table": [[HOSTILE]]})
     save(run, "health.json", {"signal": HOSTILE, "nested": {"a": HOSTILE}})
@@ -179,6 +180,7 @@ def test_a_killed_run_with_damaged_files_is_told_from_its_newest_checkpoint(run,
     (run / "data.json").unlink()
     (run / "resolved_config.yaml").write_text("{half a fi")
     (run / f"checkpoint-{STEPS}/complete.json").unlink()
+    (run / "complete.json").unlink()
     save(run, "status.json", {"state": "running", "step": 5, "message": ""})
     page = page_of(run)
     assert "was killed" in page.text
@@ -232,6 +234,7 @@ def test_no_path_of_this_machine_is_in_the_card():
 
 def test_secrets_in_the_files_do_not_reach_report_and_summary(run, without_curves, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "canary0123456789canary")
+    (run / "complete.json").unlink()
     save(run, "status.json", {"state": "failed", "message": "401 for canary0123456789canary, hf_" + "A" * 34})
     edit(run / "resolved_config.yaml", model_name_or_path="canary0123456789canary")  # `key: ***` would be an error
     text = write_report(run).read_text()

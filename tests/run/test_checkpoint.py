@@ -26,6 +26,7 @@ from sfm_dpo.run.checkpoint import (
     mark_complete,
     newest_checkpoint,
     peak_checkpoint_count,
+    remove_unlisted,
     rotate,
     step_of,
     stop_is_for_good,
@@ -34,6 +35,7 @@ from sfm_dpo.run.checkpoint import (
     why_incomplete,
 )
 from tests.tiny_models import tiny_model
+from tests.toolbox import UNREADABLE
 
 
 def write_checkpoint(run: Path, step: int, complete: bool = True) -> Path:
@@ -216,12 +218,30 @@ def test_a_stop_file_from_before_the_job_is_removed(tmp_path, monkeypatch, writt
     assert stop_requested(tmp_path) is not is_removed
 
 
-def test_what_cannot_be_read_is_damage(tmp_path):
+def test_what_is_no_file_is_damage_and_an_error_of_reading_is_none(tmp_path):
     folder = write_checkpoint(tmp_path, 3)
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors").mkdir()
+    weights = folder / "model.safetensors"
+    weights.unlink()
+    weights.mkdir()
     assert why_damaged(folder) == "has an unreadable model.safetensors (Is a directory)"
     assert why_damaged(folder, "*.json") is None
+    weights.rmdir()
+    weights.symlink_to(UNREADABLE)
+    with pytest.raises(OSError, match=rf"Input/output error: '{weights}'"):
+        why_damaged(folder)
+
+
+def test_a_start_removes_what_no_list_names(tmp_path):
+    for step in (2, 4, 6, 8):
+        write_checkpoint(tmp_path, step, complete=step < 5)
+    (tmp_path / "checkpoint-8" / KEEP).touch()
+    (tmp_path / "checkpoint-4" / "notes.txt").touch()  # a person's
+    for name in (".tmpAb12Cd", ".status.json.n1.7.partial", ".lock", "model.safetensors"):
+        (tmp_path / name).touch()
+    remove_unlisted(tmp_path)
+    assert names(tmp_path) == [f"checkpoint-{n}" for n in (2, 4, 8)]
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {".lock", "model.safetensors"}
+    assert (tmp_path / "checkpoint-4" / "notes.txt").exists()
 
 
 def test_a_stop_file_that_rank_0_has_just_removed_is_not_for_good(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -14,7 +15,17 @@ from scripts import check_config
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run import folder
-from sfm_dpo.run.folder import ENVIRONMENT, LOG, STATUS, describe, make_folder, read_status, write_status
+from sfm_dpo.run.checkpoint import mark_complete
+from sfm_dpo.run.folder import (
+    ENVIRONMENT,
+    LOG,
+    STATUS,
+    describe,
+    make_folder,
+    read_status,
+    write_end,
+    write_status,
+)
 from sfm_dpo.run.start import choose_start
 from tests.run.test_lock import write_lock
 
@@ -80,6 +91,31 @@ def test_the_verdict_is_written_on_a_full_disk_too(tmp_path, monkeypatch):
     write_status(tmp_path, "failed", 1, "disk full")
     assert read_status(tmp_path)["message"] == "disk full"
     assert [p.name for p in tmp_path.iterdir()] == [STATUS]
+
+
+def test_a_failed_write_leaves_the_old_status(tmp_path):
+    write_status(tmp_path, "done", 0, open=[])
+    before = read_status(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # not even in its place
+    try:
+        write_status(tmp_path, "failed", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_status(tmp_path) == before
+
+
+@pytest.mark.parametrize("status", [None, '{"state": "runn', '{"state": "failed", "exit_code": 1, "message": "full"}'])
+def test_a_saved_model_is_known_by_its_mark(tmp_path, status):
+    if status:
+        (tmp_path / STATUS).write_text(status)
+    mark_complete(tmp_path, {"step": 8, "open": ["pushed", "reported"]}, [])
+    found = read_status(tmp_path)
+    assert (found["state"], found["exit_code"], found["step"]) == ("push_failed", 5, 8)
+    assert found["open"] == ["pushed", "reported"] and "not pushed yet" in found["message"]
+    write_end(tmp_path, [])
+    assert json.loads((tmp_path / STATUS).read_text()) == read_status(tmp_path)
+    assert (read_status(tmp_path)["state"], read_status(tmp_path)["step"]) == ("done", 8)
 
 
 def test_every_start_is_kept_with_its_step_and_job_and_machine(tmp_path, monkeypatch):

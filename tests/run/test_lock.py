@@ -1,5 +1,6 @@
 """Leases and who has a run's folder: one of many at once; dead, expired and superseded owners; also as on NFS."""
 
+import errno
 import json
 import os
 import platform
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import filelock._soft
 import pytest
@@ -55,6 +57,15 @@ def disk(request, monkeypatch, tmp_path) -> Path:
     if request.param == "no exchange":
         monkeypatch.setattr(filelock._soft, "exchange_names", lambda source, target: False)
     return tmp_path
+
+
+def test_a_lock_that_cannot_be_written_is_not_left_behind(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(lock, "sync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / LOCK}'"):
+            take_folder(tmp_path)
+    assert not (tmp_path / LOCK).exists()
+    take_folder(tmp_path).release()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 import train_dpo
 from sfm_dpo import training_run
@@ -24,12 +25,12 @@ from sfm_dpo.common.process import is_alive, this_process
 from sfm_dpo.report.page import write_report
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
-from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, read_file, read_status
+from sfm_dpo.run.folder import DATA, LOG, RESOLVED_CONFIG, STATUS, read_file, read_status
 from sfm_dpo.run.lock import LOCK, Lease, take_folder
 from sfm_dpo.run.reader import describe_run
 from sfm_dpo.train.callbacks import ProgressLine
 from sfm_dpo.training_run import TrainingRun
-from tests.toolbox import error_line, logged, on_cpu, pairs, write_jsonl
+from tests.toolbox import UNREADABLE, edit, error_line, logged, on_cpu, pairs, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +93,43 @@ def again(run, without_curves, environment) -> list[str]:
 def test_a_run_that_is_done_writes_what_is_missing_and_drops_a_late_stop(run, again, capsys):
     (run / "README.md").unlink()
     (run / STOP).touch()
+    (run / ".status.json.n1.7.partial").touch()  # of a killed process
     assert train_dpo.main(again) == 0
     assert "already done" in capsys.readouterr().out
-    assert (run / "README.md").is_file() and not (run / STOP).exists()
+    assert (run / "README.md").is_file() and not (run / STOP).exists() and not list(run.glob(".*.partial"))
+
+
+def test_a_done_run_whose_status_cannot_be_written_is_done_when_it_can(run, again, monkeypatch, capsys):
+    weights = (run / "model.safetensors").stat().st_mtime_ns
+    (run / STATUS).write_text('{"state": "running"}')  # a full disk, when the end was written
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "write_atomically", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        assert train_dpo.main(again) == 0
+    remedy = "status.json cannot be written; make it writable, and run the same command again"
+    assert error_line(capsys.readouterr().err) == f"error: {run}: {remedy}"
+    assert train_dpo.main(again) == 0
+    assert "already done" in capsys.readouterr().out and read_file(run / STATUS)["state"] == "done"
+    assert read_file(run / STATUS)["step"] == 6 and (run / "model.safetensors").stat().st_mtime_ns == weights
+
+
+IN_A_CHECKPOINT = [f"checkpoint-6/{COMPLETE}", "checkpoint-6/optimizer.pt"]
+
+
+@pytest.mark.parametrize("name", [STATUS, COMPLETE, RESOLVED_CONFIG, LOG, *IN_A_CHECKPOINT])
+def test_what_cannot_be_read_stops_the_start_and_is_kept(run, again, capsys, name):
+    again = ["--config", str(shutil.copy(run / RESOLVED_CONFIG, run.parent)), *again[2:]]
+    edit(run / STATUS, state="running")
+    if name != COMPLETE:
+        (run / COMPLETE).unlink()
+    mark = run / "checkpoint-6" / COMPLETE
+    edit(mark, files=json.loads(mark.read_text())["files"] | {"optimizer.pt": 0})
+    path = run / name
+    path.unlink()
+    path.symlink_to(UNREADABLE)
+    assert train_dpo.main(again) == 1
+    remedy = "check its disk or file server, and run the same command again to resume"
+    assert error_line(capsys.readouterr().err) == f"error: {path}: Input/output error; {remedy}"
+    assert mark.exists() and not (run / LOCK).exists()
 
 
 def test_a_damaged_final_model_is_named_with_its_remedy(run, again, capsys):
@@ -102,19 +137,22 @@ def test_a_damaged_final_model_is_named_with_its_remedy(run, again, capsys):
         file.truncate(file.tell() - 1)
     assert train_dpo.main(again) == 2
     error = error_line(capsys.readouterr().err)
-    remedy = f"remove {run}/status.json and run its command again, which saves the model again from {run}/checkpoint-6"
-    assert "has a damaged model.safetensors" in error and error.endswith(remedy)
+    remedy = f"remove {run}/status.json and {run}/complete.json and run its command again, which saves the model again"
+    assert "has a damaged model.safetensors" in error and error.endswith(f"{remedy} from {run}/checkpoint-6")
 
 
-def test_a_run_without_status_saves_its_model_again_and_clears_what_kills_left(run, again):
+def test_a_run_without_status_and_mark_saves_its_model_again_without_what_kills_left(run, again):
     weights = (run / "model.safetensors").read_bytes()
     (run / "model.safetensors").write_bytes(weights[:-1])
-    (run / "status.json").unlink()
-    (run / ".error.txt.n1.7.partial").touch()  # of a killed process
-    (run / "checkpoint-4" / COMPLETE).unlink()  # a rotation was killed
+    (run / STATUS).unlink()
+    (run / COMPLETE).unlink()
+    (run / "checkpoint-6" / COMPLETE).unlink()
+    for folder_ in (run, run / "checkpoint-6"):
+        (folder_ / ".tmpAb12Cd").touch()  # safetensors was killed
     assert train_dpo.main(again) == 0
     assert (run / "model.safetensors").read_bytes() == weights
-    assert not list(run.glob(".*.partial")) and not (run / "checkpoint-4").exists()
+    assert not list(run.rglob(".tmp*"))
+    assert ".tmpAb12Cd" not in read_file(run / "checkpoint-6" / COMPLETE)["files"]
 
 
 def test_a_folder_that_is_removed_at_the_end_is_one_line(run, again, monkeypatch, capsys):
@@ -124,7 +162,7 @@ def test_a_folder_that_is_removed_at_the_end_is_one_line(run, again, monkeypatch
     assert error_line(capsys.readouterr().err).endswith(f"{run}: was removed or moved during the run; start it again")
 
 
-UNWRITABLE = {errno.ENOSPC: "free space", errno.EACCES: "give yourself write permission"}
+UNWRITABLE = {errno.ENOSPC: "free space", errno.EACCES: "give yourself read and write permission"}
 UNWRITABLE[errno.EROFS] = "use another node, or have it mounted read-write"
 LOADING_FAILS = [
     (MemoryError("9 GiB"), 2, "out of memory in loading"),
@@ -137,15 +175,25 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, unnamed, monkeypat
     error = OSError(number, os.strerror(number), "/disk/file")
 
     def fail(*args, **options):
+        monkeypatch.setattr(folder, "write_atomically", fail)
         raise error
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
     monkeypatch.setattr(train_dpo, "identify_models", fail)
-    monkeypatch.setattr(folder, "write_json", fail)
     assert train_dpo.main(unnamed) == 1
     line = f"error: /disk/file: {error.strerror}; {remedy}, and run the same command again to resume\n"
     assert capsys.readouterr().err == line
     assert read_status(tmp_path / "run")["state"] == "failed"  # written into the old file
+
+
+def test_torch_save_does_not_say_why_it_fails(tmp_path, capsys):
+    with TrainingRun() as run:
+        run.output_dir = run.folder = tmp_path
+        run.progress.saving = tmp_path / "checkpoint-2"
+        torch.save({}, "/dev/full")
+    what = f"{tmp_path}/checkpoint-2: disk full or failing, or `ulimit -f` reached"
+    remedy = "free space, or check its disk or file server, and run the same command again to resume"
+    assert error_line(capsys.readouterr().err) == f"error: {what}; {remedy}"
 
 
 def limit_files(run):
@@ -233,7 +281,7 @@ def test_processes_of_a_pool_end_with_a_run_that_is_killed():
 @pytest.mark.usefixtures("no_report")
 def test_ctrl_c_and_sigterm_are_a_stop(tiny_folder, write_rows, tmp_path, monkeypatch, capsys, signals):
     run = tmp_path / "run"
-    write_json = folder.write_json
+    write_atomically = folder.write_atomically
     fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, save_steps=1)
     for number, step in ((signal.SIGTERM, 2), (signal.SIGINT, 3)):
         signals()
@@ -242,14 +290,14 @@ def test_ctrl_c_and_sigterm_are_a_stop(tiny_folder, write_rows, tmp_path, monkey
             if state.global_step == step:
                 signal.raise_signal(number)
 
-        def write(path, value, number=number, **options):
-            if value.get("state") == "stopped":
+        def write(path, content, number=number, **options):
+            if '"state": "stopped"' in content:
                 signal.raise_signal(number)  # once more
-            write_json(path, value, **options)
+            write_atomically(path, content, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(ProgressLine, "on_step_begin", interrupt)
-            patch.setattr(folder, "write_json", write)
+            patch.setattr(folder, "write_atomically", write)
             assert train_dpo.main(fields) == 130
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
