@@ -45,7 +45,8 @@ def build_trainer(
     tokenizer = load_tokenizer(config)
     tokens, _ = tokenize_pairs(data or pairs(), tokenizer, config.train.max_length)
     asked = read_asked(config, load_model_config(config))
-    trainer = SFMDPOTrainer(config, asked, train_dataset=tokens, processing_class=tokenizer, peft_config=peft)
+    own = {"peft_config": peft} if peft else {}
+    trainer = SFMDPOTrainer(config, asked, train_dataset=tokens, processing_class=tokenizer, **own)
     return trainer, asked, Pairs({"train": tokens}, ["x"], len(tokens), [])
 
 
@@ -184,6 +185,12 @@ def test_lora_trains_the_adapter_and_its_reference_is_the_base(tiny_folder, tmp_
     merged = trainer.model.merge_and_unload()
     expected, _ = measure(merged, AutoModelForCausalLM.from_pretrained(folder), rows, "sigmoid_norm", 5.0)
     assert loss == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_lora_of_a_type_that_peft_does_not_know_trains_all_linear_layers(tiny_folder, tmp_path):
+    trainer = make_trainer(tiny_folder("olmo3"), tmp_path, "--use_peft=true", "--lora_dropout=0")
+    adapters = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    assert len(adapters) == 2 * 7 * 3 and not any("lm_head" in name for name in adapters)
 
 
 def test_step_0_stops_a_run_whose_policy_is_not_its_reference(tiny_folder, tmp_path):
