@@ -13,8 +13,20 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+import torch
+
 from sfm_dpo.common.distributed import explain_lost_peer, is_main_process, launched_with, on_main_process, zero_stage
-from sfm_dpo.common.errors import DISK_REMEDIES, DiskFull, Interrupted, PreflightDone, RunEnd, StopRequested, UserError
+from sfm_dpo.common.errors import (
+    DISK_REMEDIES,
+    DiskFull,
+    GuardStopped,
+    Interrupted,
+    PreflightDone,
+    PreflightRefused,
+    RunEnd,
+    StopRequested,
+    UserError,
+)
 from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.checks import check_length_of_run
@@ -314,6 +326,9 @@ class TrainingRun:
                 self.lease.release()  # before the report: a launcher ends this rank soon after another rank's exit
             if not isinstance(end, Interrupted):
                 report(self.folder, self.is_training)
+        is_shared = isinstance(end, StopRequested | GuardStopped | PreflightRefused)  # by all ranks
+        if is_shared and not isinstance(end, Interrupted) and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()  # NCCL warns of one that is left
 
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:
