@@ -24,7 +24,7 @@ RUN = Path("outputs/demo")  # the only run that a demo deletes
 INTRO = f"""\
 DPO on a laptop: SmolLM2-135M-Instruct learns to prefer short correct answers over long rambling ones.
 
-  time       3 to 10 minutes on 2 idle cores; 8 GB of memory, no GPU, no download
+  time       3 to 10 minutes on two idle cores, after set-up; 8 GB of memory, no GPU, no download
   data       data/demo_pairs.jsonl: 96 pairs to train on, 16 held out
   writes     {MODEL} (0.5 GB, kept), {RUN} (0.5 GB, replaced by each demo)
 """
