@@ -34,6 +34,7 @@ from sfm_dpo.health.guard import make_guard
 from sfm_dpo.health.preflight import preflight
 from sfm_dpo.hub.upload import PushCheckpoints, check_push
 from sfm_dpo.memory.asked import Asked, read_asked
+from sfm_dpo.memory.host import check_host_memory
 from sfm_dpo.model.loading import identify_models, load_model_config, meta_adapter
 from sfm_dpo.model.sharding import checkpoint_bytes
 from sfm_dpo.run.checkpoint import check_disk, peak_checkpoint_count
@@ -99,9 +100,11 @@ def main(
 
 
 def check_access(config: Config, before: Before) -> None:
-    """Checks what the run will need later, before data and model are read: LoRA's modules, reference cache and Hub."""
+    """Checks what the run will need later, before data and model are read: LoRA's modules, host memory, reference
+    cache and Hub."""
     args = config.train
     meta_adapter(config, load_model_config(config))
+    check_host_memory(config)
     if args.precompute_ref_log_probs:
         main_process_first(lambda: make_cache_folder(reference_root()))
     if args.push_to_hub:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from sfm_dpo.common.distributed import is_main_process, launched_with, on_main_process, zero_stage
+from sfm_dpo.common.distributed import LAUNCHES, is_main_process, launch_name, on_main_process
 from sfm_dpo.common.errors import DISK_REMEDIES, DiskFull, Interrupted, PreflightDone, RunEnd, StopRequested, UserError
 from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.secrets import mask
@@ -77,12 +77,11 @@ def first_facts(config: Config, pairs: Pairs, before: Before) -> RunFacts:
     UserError if the checkpoint that it resumes from is another run's, or nothing would be trained."""
     args = config.train
     sampler = PairSampler.of(Lengths.of(pairs.train).truncate(args.max_length), args)
-    stage = zero_stage()
-    launch = "FSDP2" if launched_with() == "fsdp" else "whole weights"
+    launch = launch_name()
     facts = RunFacts(
         models={part.model_field: identify_model(part) for part in config.parts},
         world_size=args.world_size,
-        launch=f"ZeRO-{stage}" if stage else launch,
+        launch="whole weights" if launch == "none" else LAUNCHES.get(launch, launch),
         counts=pairs.as_dict(),
         train_tokens=hash_tokens(pairs.train),
         template_date=pairs.template_date,

@@ -1,12 +1,15 @@
 """Which layers are checkpointed; DeepSpeed's buckets hold the largest tensor of every shape."""
 
+from types import SimpleNamespace
+
 import pytest
 from transformers import AutoConfig
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.model.loading import blocks, checkpoint_layers, meta_model
-from sfm_dpo.model.sharding import fit_buckets, zero_config
+from sfm_dpo.model.sharding import OffloadCallback, fit_buckets, zero_config
+from tests.offload import train_engine
 from tests.tiny_models import tiny_config, tiny_model
 
 
@@ -21,7 +24,7 @@ def test_checkpointed_layers_are_spread_evenly_and_the_last_is_not_among_them(co
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-@pytest.mark.parametrize("launch", ["zero2", "zero3"])
+@pytest.mark.parametrize("launch", ["zero2", "zero3", "offload"])
 def test_every_shape_fits_in_the_buckets(launch):
     """Otherwise its gradient would be overwritten on a GPU. At any number of ranks: what fits is copied whole."""
     zero = zero_config(launch)
@@ -29,3 +32,17 @@ def test_every_shape_fits_in_the_buckets(launch):
         assert fit_buckets(zero, meta_model(AutoConfig.from_pretrained(config.parent))) == zero
     with pytest.raises(UserError, match=r"reduce_bucket_size 1000: .* 16640 elements, .* set it to 16640 or more"):
         fit_buckets(zero | {"reduce_bucket_size": 1000}, tiny_model("llama"))
+
+
+def test_steps_with_the_optimizer_on_the_host_are_those_of_zero2(process_group):
+    """Also after a gradient that is not finite, and where a layer gets none."""
+    nan = float("nan")
+    steps = [(True, 1), (False, 1), (True, nan), (False, nan), (False, 1), (True, 1)]
+
+    def end_step(engine):
+        wrapped = SimpleNamespace(optimizer=engine.optimizer)  # as accelerate does
+        OffloadCallback().on_step_end(None, None, None, optimizer=wrapped)
+
+    skipped, weights = train_engine("offload", steps, end_step)
+    assert (skipped, weights) == train_engine("zero2", steps)
+    assert skipped == [0, 0, 1, 2, 2, 2] and weights[0] == weights[4] != weights[5]
