@@ -24,19 +24,22 @@ class Branches(torch.nn.Module):
         return outputs.float().pow(2).mean()
 
 
+def make_engine(launch: str, model: torch.nn.Module, optimizer: Any, bf16: bool = True) -> Any:
+    config = json.loads((PROJECT / FILES[launch]).read_text()) | {"bf16": {"enabled": bf16}, "gradient_clipping": 1.0}
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "train_batch_size": 2}
+    with (
+        patch.dict(deepspeed.ops.__compatible_ops__, {"deepspeed_shm_comm": False}),  # otherwise it is compiled
+        patch.object(groups, "_WORLD_GROUP", None),  # it would outlive the process group
+    ):
+        return deepspeed.initialize(model=model, optimizer=optimizer(model.parameters(), lr=0.1), config=config)[0]
+
+
 def train_engine(launch: str, steps: list[tuple[bool, float]], after_step: Any = None) -> tuple[list[int], list[float]]:
     """Trains in bf16 on two micro-batches a step: whether they use both layers, and by what the loss is multiplied.
     Returns, of each step, how many updates were skipped so far, and a weight of the layer that not all steps use."""
     torch.manual_seed(0)
     model = Branches()
-    config = json.loads((PROJECT / FILES[launch]).read_text()) | {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
-    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "train_batch_size": 2}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        patch.dict(deepspeed.ops.__compatible_ops__, {"deepspeed_shm_comm": False}),  # otherwise it is compiled
-        patch.object(groups, "_WORLD_GROUP", None),  # it would outlive the process group
-    ):
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = make_engine(launch, model, torch.optim.SGD)
     skipped = []
     weights = []
     for both, factor in steps:
