@@ -34,7 +34,7 @@ def make_engine(launch: str, model: torch.nn.Module, optimizer: Any, bf16: bool 
         return deepspeed.initialize(model=model, optimizer=optimizer(model.parameters(), lr=0.1), config=config)[0]
 
 
-def train_engine(launch: str, steps: list[tuple[bool, float]], after_step: Any = None) -> tuple[list[int], list[float]]:
+def train_engine(launch: str, steps: list[tuple[bool, float]], after_step=None) -> tuple[list[int], list[float]]:
     """Trains in bf16 on two micro-batches a step: whether they use both layers, and by what the loss is multiplied.
     Returns, of each step, how many updates were skipped so far, and a weight of the layer that not all steps use."""
     torch.manual_seed(0)

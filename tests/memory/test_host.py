@@ -1,7 +1,5 @@
 """The optimizer on the host: its memory, as DeepSpeed allocates it, and the check before anything is loaded."""
 
-import re
-
 import pytest
 import torch
 from torch.optim import AdamW
@@ -49,8 +47,7 @@ def test_a_model_whose_optimizer_is_too_large_for_the_host_is_refused(monkeypatc
         return
     model = meta_model(load_model_config(config))
     needed = f"{host_bytes(model, model, 1, 2) / 2**30:.0f}"
-    words = r"needs (\d+) GiB of host memory on each node, but \d+ GiB are available; request more \(sbatch --mem=(\d+)G"
-    with pytest.raises(UserError, match=f"^LAUNCH=offload: the optimizer {words}") as error:
+    words = rf"needs {needed} GiB of host memory on each node, but \d+ GiB are available; request more \(sbatch --mem="
+    with pytest.raises(UserError, match=f"^LAUNCH=offload: the optimizer {words}"):
         check_host_memory(config)
-    assert re.search(words, str(error.value))[1] == needed == "601"
     check_host_memory(parse_config([*argv, shape, "--preflight_only"], world_size=1))
