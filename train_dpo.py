@@ -34,6 +34,7 @@ from sfm_dpo.health.guard import make_guard
 from sfm_dpo.health.preflight import preflight
 from sfm_dpo.hub.upload import PushCheckpoints, check_push
 from sfm_dpo.memory.asked import Asked, read_asked
+from sfm_dpo.memory.host import check_host_memory
 from sfm_dpo.memory.planner import measure_optimizer
 from sfm_dpo.model.loading import identify_models, load_model_config, meta_adapter
 from sfm_dpo.model.sharding import checkpoint_bytes, model_bytes
@@ -102,11 +103,12 @@ def main(
 
 def check_access(config: Config, before: Before) -> None:
     """Checks and fetches what the run will need later, before data and model are read: the weights' names, LoRA's
-    modules, the base's tokenizer files, reference cache and Hub."""
+    modules, the base's tokenizer files, host memory, reference cache and Hub."""
     args = config.train
     on_main_process(lambda: check_weights(config))
     meta_adapter(config, load_model_config(config))
     on_main_process(lambda: find_folder(config.model.model_name_or_path, config.revision))  # with its tokenizer files
+    check_host_memory(config)
     if args.precompute_ref_log_probs:
         main_process_first(lambda: make_cache_folder(reference_root()))
     if args.push_to_hub:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from sfm_dpo.common.distributed import explain_lost_peer, is_main_process, launched_with, on_main_process, zero_stage
+from sfm_dpo.common.distributed import LAUNCHES, explain_lost_peer, is_main_process, launch_name, on_main_process
 from sfm_dpo.common.errors import (
     DISK_REMEDIES,
     DiskFull,
@@ -96,12 +96,11 @@ def first_facts(config: Config, pairs: Pairs, before: Before) -> RunFacts:
     UserError if the checkpoint that it resumes from is another run's, or nothing would be trained."""
     args = config.train
     sampler = order_pairs(config, pairs)
-    stage = zero_stage()
-    launch = "FSDP2" if launched_with() == "fsdp" else "whole weights"
+    launch = launch_name()
     facts = RunFacts(
         models={part.model_field: identify_model(part) for part in config.parts},
         world_size=args.world_size,
-        launch=f"ZeRO-{stage}" if stage else launch,
+        launch="whole weights" if launch == "none" else LAUNCHES.get(launch, launch),
         counts=pairs.as_dict(),
         train_tokens=hash_tokens(pairs.train),
         template_date=pairs.template_date,

@@ -21,13 +21,14 @@ from accelerate.utils import release_memory
 from datasets import Dataset
 
 from sfm_dpo.calibration.choose_path import KernelError, choose_path, keeps_path, measure_seconds, select_average
-from sfm_dpo.common.distributed import gather_values, launched_with
+from sfm_dpo.common.distributed import gather_values, launch_name
 from sfm_dpo.common.errors import RunEnd, UserError, user_input
 from sfm_dpo.common.process import available_memory, resident_bytes
 from sfm_dpo.config.fields import TrainConfig
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.memory.activations import TraceError
 from sfm_dpo.memory.asked import Asked
+from sfm_dpo.memory.host import update_seconds
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, memory_limit
 from sfm_dpo.model.flops import peak_flops
 from sfm_dpo.model.loading import load_model_config
@@ -173,13 +174,13 @@ def plan_memory(base: BaseModel, tokens: Dataset, path: ForwardPath, asked: Aske
             raise UserError(f"{reason}; set per_device_train_batch_size and gradient_checkpointing") from error
         log.info(f"{reason}; one pair is measured first")
         planner.guess_activations()
-    launch = "fsdp2" if launched_with() == "fsdp" else "none"
-    zero = {}
-    if args.deepspeed_plugin is not None:
-        launch = f"zero{args.deepspeed_plugin.zero_stage}"
-        zero = args.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    launch = launch_name()
+    planner.is_offload = launch == "offload"
+    zero = args.deepspeed_plugin.deepspeed_config["zero_optimization"] if args.deepspeed_plugin else {}
     parts = planner.states(launch, zero)
     absent = parts["gradients"] + parts["optimizer"] + parts["buffers"]
+    if args.use_cpu and planner.is_offload:
+        absent += planner.host_bytes()
     absent = max(0, absent - base.freed_bytes())
     # On a CPU weights, a live reference and the rest of the process are there
     states = absent + resident if args.use_cpu else sum(parts.values())
@@ -283,10 +284,14 @@ def measure_speed(base: BaseModel, tokens: Dataset, path: ForwardPath, micro_bat
     peak = peak_flops(torch.cuda.get_device_name()) if base.device.type == "cuda" else None
     steps = args.max_steps if args.max_steps > 0 else len(sampler) / args.global_batch_size * args.num_train_epochs
     accumulation = micro_batch.count_accumulation(args.global_batch_size, args.world_size)
+    update = 0.0  # seconds; on a GPU next to nothing
+    if launch_name() == "offload":
+        trained = sum(p.numel() for p in base.policy.parameters() if p.requires_grad)
+        update = update_seconds(trained, args.world_size)  # not measured: here gradients are dropped
     return {
         "milliseconds": milliseconds,
         "tokens_per_second": counts["tokens"] / seconds,
         "mfu": counts["flops"] / seconds / peak if peak else None,
-        "hours": steps * accumulation * seconds / 3600,
+        "hours": steps * (accumulation * seconds + update) / 3600,
         "reference_hours": reference_hours,
     }

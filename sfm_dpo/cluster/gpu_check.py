@@ -39,7 +39,8 @@ SMALL_MODEL = {"loss_type": "sigmoid_norm", "loss_weights": "", "beta": BETA, "l
 SMALL_MODEL |= {"use_peft": False, "ref_model_name_or_path": "", "overlong": "truncate"}
 SMALL_MODEL |= {"per_device_train_batch_size": PER_DEVICE, "checkpointed_layers": "", "flash_attention": "fa2"}
 SMALL_MODEL |= {"max_length": 2048, "max_prompt_length": 1024}
-LAUNCHES = {"single": "single", "ZeRO-2": "zero2", "FSDP2": "fsdp2", "ZeRO-3": "zero3", "resumed": "zero2"}
+LAUNCHES = {"single": "single", "ZeRO-2": "zero2", "FSDP2": "fsdp2", "ZeRO-3": "zero3", "offload": "offload"}
+LAUNCHES |= {"resumed": "zero2"}
 
 
 @dataclass

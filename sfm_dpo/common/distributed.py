@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from sfm_dpo.common.errors import PeerLost, RunEnd, UserError
 
 T = TypeVar("T")
+# By LAUNCH, the names in data.json, messages and model cards
+LAUNCHES = {"zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2", "offload": "ZeRO-2 with offload"}
 DRIVER = Path("/proc/driver/nvidia/version")  # exists if NVIDIA's driver is loaded
 # For a process that must not use a GPU even if the node has some; DeepSpeed, which accelerate imports, then looks for
 # none. Set it before torch is imported. In the batch scripts: hide_gpus (scripts/common.sh)
@@ -68,11 +70,16 @@ def launched_with() -> str:
     return "fsdp" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "none"
 
 
-def zero_stage() -> int:
-    """DeepSpeed's stage, from the launcher's environment variables; 0 without DeepSpeed."""
+def launch_name() -> str:
+    """One of LAUNCHES, from the launcher's environment variables; works before a trainer exists."""
+    launcher = launched_with()
+    if launcher != "zero":
+        return {"fsdp": "fsdp2"}.get(launcher, launcher)
     from accelerate import DeepSpeedPlugin
 
-    return DeepSpeedPlugin().zero_stage if launched_with() == "zero" else 0
+    plugin = DeepSpeedPlugin()
+    is_offload = plugin.zero_stage == 2 and plugin.hf_ds_config.is_offload()
+    return "offload" if is_offload else f"zero{plugin.zero_stage}"
 
 
 # Upstream: deepspeed 0.19, comm/torch.py, build_shm_op: compiles its own all-reduce for CPU for half a minute, and a

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig
 
-from sfm_dpo.common.distributed import launched_with, zero_stage
+from sfm_dpo.common.distributed import launch_name, launched_with
 from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
 from sfm_dpo.config.effects import REFUSED
 
@@ -166,7 +166,7 @@ def list_evaluation_conflicts(c: argparse.Namespace, training: bool) -> Iterator
         yield "profile_steps", "must be the first and the last step to profile, for instance [10, 12]"
     if c.guard_generations and not c.eval_fraction:
         yield "guard_generations", "needs prompts; set eval_fraction: 0.02"
-    if c.guard_generations and (launched_with() == "fsdp" or zero_stage() == 3):
+    if c.guard_generations and launch_name() in ("fsdp2", "zero3"):
         yield "guard_generations", "needs the full weights on each rank; use ZeRO-2, or set 0"
     if c.logging_strategy == "no" and c.guard != "skip":
         yield "logging_strategy", "the guard reads the log; remove it, or set guard: skip"

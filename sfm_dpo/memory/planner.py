@@ -20,6 +20,7 @@ from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
 from sfm_dpo.memory.activations import Activations, head_bytes, trace_activations
 from sfm_dpo.memory.asked import Asked
+from sfm_dpo.memory.host import host_bytes
 from sfm_dpo.model.loading import blocks, load_model_config, meta_adapter, meta_model
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class MemoryPlanner:
     dtype: torch.dtype = torch.bfloat16
     on_gpu: bool = True
     is_traced: bool = True  # otherwise activations are guessed
+    is_offload: bool = False  # whether the optimizer is on the host
 
     def __post_init__(self) -> None:
         self.model = meta_model(self.model_config)
@@ -154,6 +156,7 @@ class MemoryPlanner:
         `launch`: zero2 and zero3 as in DeepSpeed's estimators, with `zero`, its `zero_optimization`; fsdp2: fp32, and
         as buffers 16-bit copies of two gathered blocks, their gradients, and the embedding or head; none (also DDP):
         unsharded, in the model's own dtype, autocast's 16-bit copy of the weights, and DDP's gradient buckets.
+        offload: zero2 without its optimizer, which `host_bytes` counts, and with a buffer for a gradient.
         """
         gpus = self.gpus
         size = self.dtype.itemsize
@@ -164,6 +167,7 @@ class MemoryPlanner:
         weights, gradients, optimizer = {  # bytes: weights per parameter; gradients, optimizer per trained one
             "zero2": (size, 4 / gpus, (4 + state) / gpus),  # gradients of 16-bit weights are accumulated in fp32
             "zero3": (size / gpus, 4 / gpus, (4 + state) / gpus),
+            "offload": (size, 4 / gpus, 0),
             "fsdp2": (4 / gpus, 4 / gpus, state / gpus),
             "none": (stored.itemsize + copy, 4 if gpus == 1 else 8, state),
         }[launch]
@@ -179,8 +183,9 @@ class MemoryPlanner:
                 bucket = self.model_config.get_text_config().hidden_size ** 2
             buffers = size * int(bucket) * (2 if zero.get("overlap_comm") else 1)
             buffers += size * min(int(bucket), self.trained)  # what is in a bucket, flattened while it is reduced
-            if launch == "zero2":  # each tensor is then added to the fp32 gradients
-                buffers += 4 * max(p.numel() for p in (self.adapter or self.model).parameters() if p.requires_grad)
+            if launch in ("zero2", "offload"):  # each tensor is then added to the fp32 gradients
+                wide = 4 if launch == "zero2" else 4 + size
+                buffers += wide * max(p.numel() for p in (self.adapter or self.model).parameters() if p.requires_grad)
         states = {
             "weights": int(weights * total) + gathered,
             "gradients": int(gradients * self.trained),
@@ -192,12 +197,18 @@ class MemoryPlanner:
             states["reference"] = int(held * self.reference.num_parameters() / (gpus if launch == "zero3" else 1))
         return states
 
+    def host_bytes(self) -> int:
+        """Bytes of host memory for each rank under LAUNCH=offload."""
+        return host_bytes(self.model, self.adapter or self.model, self.gpus, self.dtype.itemsize)
+
     def list_candidates(self, states: int = 0, ratio: float = 1.0) -> list[Candidate]:
         """All candidates, least work first; their bytes are those of `states` and, times `ratio`, of activations."""
         args = self.config.train
         forwards = 3 if args.precompute_ref_log_probs else 4  # in a step; the backward counts as two
         layers = self.model_config.get_text_config().num_hidden_layers
-        update = 4 * self.trained // self.gpus  # DeepSpeed's copy of a rank's gradients, after activations are freed
+        # DeepSpeed's copy of a rank's gradients, after activations are freed. On the host it takes nothing here, but
+        # before training weights were converted to fp32 on the GPU, 2 bytes more than the gradients that follow
+        update = (2 if self.is_offload else 4) * self.trained // self.gpus
         fixed = FIXED_TOKENS / self.lengths.computed(self.prefix_sharing).mean() if self.on_gpu else 0.0
         candidates = []
         for pairs, (tokens, responses) in self.micro_batches.items():

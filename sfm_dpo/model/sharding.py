@@ -1,4 +1,5 @@
-"""Sharding: which rank holds which weights under ZeRO-2, ZeRO-3 and FSDP2, and what the ranks save.
+"""Sharding: which rank holds which weights under ZeRO-2, ZeRO-3 and FSDP2, and what the ranks save; the optimizer on
+the host.
 
 ZeRO-3: DeepSpeed splits each tensor while the model is loaded. FSDP2: accelerate splits the model when training
 begins, with each decoder block as a unit. Otherwise every rank has all weights.
@@ -13,15 +14,13 @@ import yaml
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from trl.models import prepare_fsdp
 
-from sfm_dpo.common.distributed import launch_file, launched_with, zero_stage
+from sfm_dpo.common.distributed import launch_file, launch_name, launched_with
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.model.loading import blocks
-
-LAUNCHES = ("zero2", "zero3", "fsdp2")
 
 
 # Upstream: deepspeed 0.19, runtime/zero/partition_parameters.py, free_param: replaces a parameter by an empty tensor;
@@ -90,6 +89,26 @@ def fit_buckets(zero: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     return zero | {"reduce_bucket_size": min(size, sum(sizes))}
 
 
+# Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, step: with the optimizer on the host, keeps the fp32 sums of
+# gradients that are not finite, so each later step is skipped as well; and updates a parameter that gets no gradient,
+# such as an expert without tokens, by its last one. Canary: test_canary_offloaded_gradients
+class OffloadCallback(TrainerCallback):
+    """Drops what DeepSpeed keeps of a step on the host, and of the files from which a run has resumed."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, optimizer: Any, **kwargs: Any) -> None:
+        zero = optimizer.optimizer
+        for master in zero.single_partition_of_fp32_groups:
+            master.grad.zero_()
+        if zero.overflow:
+            zero.averaged_gradients.clear()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any, **kwargs: Any) -> None:
+        """Copies the moments, one tensor at a time: they are mapped files, and the next save may replace these."""
+        for moments in optimizer.optimizer.optimizer.state.values():
+            for tensor in moments.values():
+                tensor.data = tensor.data.clone()
+
+
 def zero_config(launch: str) -> dict[str, Any]:
     """`zero_optimization` in the DeepSpeed file of one of LAUNCHES; empty for FSDP2."""
     deepspeed = yaml.safe_load((PROJECT / launch_file(launch)).read_text()).get("deepspeed_config")
@@ -100,8 +119,8 @@ def zero_config(launch: str) -> dict[str, Any]:
 
 def suggest_sharding() -> str:
     """For the end of a remedy: a launch that shards the weights, unless that of this process does."""
-    is_sharded = launched_with() == "fsdp" or zero_stage() == 3
-    return "" if is_sharded else ", or LAUNCH=zero3"
+    other = {"none": "zero3", "zero2": "zero3 or offload", "offload": "zero3"}.get(launch_name())
+    return f", or LAUNCH={other}" if other else ""
 
 
 def model_bytes(model: PreTrainedModel | PeftModel, is_fsdp: bool = False) -> int:

@@ -10,14 +10,16 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from sfm_dpo.common.distributed import LAUNCHES
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.memory.asked import read_asked
+from sfm_dpo.memory.host import update_seconds
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, measure_optimizer, memory_limit
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
-from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, fit_buckets, zero_config
+from sfm_dpo.model.sharding import checkpoint_bytes, fit_buckets, zero_config
 from sfm_dpo.run.checkpoint import peak_checkpoint_count
 
 TIGHT = 0.95  # of the limit
@@ -72,16 +74,19 @@ class Planner:
         self.memory = MemoryPlanner(config, model_config, asked, self.lengths, gpus, *path)
 
     def plan_launch(self, launch: str) -> dict[str, Any]:
-        """Memory on each GPU, the requested setting or the one that a run chooses (the smallest if none fits),
-        and the size of a checkpoint."""
+        """Memory on each GPU and, for its optimizer, of the host; the requested setting or the one that a run chooses
+        (the smallest if none fits); hours that updates on the host take; the size of a checkpoint."""
+        is_offload = self.memory.is_offload = launch == "offload"
         trained = self.memory.adapter or self.memory.model
         states = self.memory.states(launch, fit_buckets(zero_config(launch), trained))
         choice = self.memory.choose(self.limit, sum(states.values()))
-        stage = {"zero2": 2, "zero3": 3}.get(launch, 0)
+        stage = {"zero2": 2, "zero3": 3, "offload": 2}.get(launch, 0)
         state = measure_optimizer(self.args, is_flat=stage > 0)
         possible = self.memory.list_candidates(sum(states.values()))
         return {
             "states": states,
+            "host": self.memory.host_bytes() if is_offload else None,
+            "host_hours": self.steps * update_seconds(self.memory.trained, self.gpus) / 3600 if is_offload else None,
             "fitting": next((candidate.options for candidate in possible if candidate.bytes <= self.limit), None),
             "choice": asdict(choice),
             "fits": "no" if choice.bytes > self.limit else "tight" if choice.bytes > TIGHT * self.limit else "yes",
@@ -154,7 +159,9 @@ def _find_remedy(name: str, launches: dict[str, Any]) -> str:
     """What to change where a launch does not fit: its setting, or else the launch, or else the run."""
     for other in (name, *launches):
         if options := launches[other]["fitting"]:
-            return f"LAUNCH={other} fits with {options}"
+            host = launches[other]["host"]
+            memory = f" and {host / 2**30:.0f} GiB of host memory for each GPU" if host else ""
+            return f"LAUNCH={other} fits with {options}{memory}"
     return "use more GPUs (--num_gpus), a shorter max_length or LoRA (use_peft: true)"
 
 
@@ -164,6 +171,8 @@ def _format_launch(launch: dict[str, Any], checkpoints: int) -> dict[str, str]:
         **{name: f"{size / 2**30:.1f}" for name, size in launch["states"].items()},
         "total with activations": f"{setting.bytes / 2**30:.1f}",
         "fits": launch["fits"],
+        "host memory": f"{launch['host'] / 2**30:.1f}" if launch["host"] else "-",
+        "hours of updates on the host": f"{launch['host_hours']:.1f}" if launch["host"] else "-",
         "pairs per device": str(setting.per_device),
         "layers checkpointed": setting.share,
         "largest micro-batch, tokens": f"{setting.tokens:,}",

@@ -9,7 +9,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import ADAPTER_CONFIG_NAME
 
-from sfm_dpo.common.distributed import launch_file
+from sfm_dpo.common.distributed import LAUNCHES, launch_file
 from sfm_dpo.common.errors import user_input
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
@@ -20,8 +20,7 @@ from sfm_dpo.run.reader import judge_learning, read_run
 from sfm_dpo.run.saved_model import find_on_hub
 
 _CURVES = ("loss", "accuracy", "margin", "rewards")
-# By `launch` in data.json
-LAUNCHERS = {"ZeRO-2": launch_file("zero2"), "ZeRO-3": launch_file("zero3"), "FSDP2": launch_file("fsdp2")}
+LAUNCHERS = {name: launch_file(launch) for launch, name in LAUNCHES.items()}  # by `launch` in data.json
 # Prefixes of fields about this run's machine and project, which do not matter to somebody who reproduces it.
 _LOCAL = tuple(
     "output_dir run_name push_to report_to dataset_num dataloader_ project hub_ trackio_ logging_ eval_command".split()

@@ -52,7 +52,7 @@ class RunFacts:
 
     models: dict[str, str] = field(default_factory=dict)  # by field: commit on the Hub, or hash of the folder
     world_size: int = 0
-    launch: str = ""  # ZeRO-2, ZeRO-3, FSDP2 or `whole weights`
+    launch: str = ""  # a name in LAUNCHES (common/distributed.py), or `whole weights`
     counts: dict[str, Any] = field(default_factory=dict)  # of rows and pairs (Pairs.as_dict)
     train_tokens: str = ""  # hash of the token ids
     template_date: str | None = None  # which the chat template prints as today's

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sfm_dpo.common.distributed import is_main_process, on_main_process, world_size
+from sfm_dpo.common.distributed import LAUNCHES, is_main_process, on_main_process, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import naming
 from sfm_dpo.config.effects import MAY_CHANGE, ORDER
@@ -43,6 +43,7 @@ _DIFFERENCES = {  # the facts that a resumed run must share with the run that wr
     "train_tokens": "the data have changed since it was written",
     "order_version": "was written by a version of this project with another order of pairs ({was}, now {now})",
 }
+_SAME_OPTIMIZER = {LAUNCHES["zero2"], LAUNCHES["offload"]}  # launches whose checkpoints are the same files
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,13 @@ class Before:
     def check(self, now: RunFacts) -> None:
         """Raises UserError if the checkpoint does not belong to a run with these facts; what one of the two does not
         know is not compared."""
-        if self.checkpoint is None or not (difference := find_difference(self.facts, now)):
+        if self.checkpoint is None:
             return
-        remedy = "restore that setting, or use another output_dir"
-        raise UserError(f"{self.checkpoint}: {difference}; {remedy}")
+        if difference := find_difference(self.facts, now):
+            remedy = "restore that setting, or use another output_dir"
+            raise UserError(f"{self.checkpoint}: {difference}; {remedy}")
+        if {self.facts.launch, now.launch} == _SAME_OPTIMIZER:
+            log.info(f"{self.checkpoint} was written with launch {self.facts.launch}; continued with {now.launch}")
 
 
 NEW = Before()
@@ -69,7 +73,7 @@ def find_difference(was: RunFacts, now: RunFacts) -> str | None:
     """What of a run does not allow it to continue another one; None if nothing."""
     for name, difference in _DIFFERENCES.items():
         one, other = getattr(was, name), getattr(now, name)
-        if one and other and one != other:
+        if one and other and one != other and {one, other} != _SAME_OPTIMIZER:
             return difference.format(was=one, now=other).replace("whole weights", "DDP or one process")
     for name, identity in now.models.items():
         if (one := was.models.get(name, identity)) != identity:

@@ -48,12 +48,14 @@ KINDS += AFTER_A_KILL
 # Each later operation on the disk fails with this error: failing_disk.c
 FAILING = [f"{error}: {place}" for error in ("EIO", "EDQUOT", "ESTALE") for place in ("output_dir", "HF_HOME")]
 LAUNCHES = {"1": (1, "cpu"), "2": (2, "cpu"), "ZeRO-3": (2, "cpu_zero3"), "FSDP2": (2, "cpu_fsdp2")}
+LAUNCHES["offload"] = (2, "cpu_offload")
 MATRIX = list(itertools.product(IN_EACH_PHASE, PHASES, ["2"]))
 SPREAD = zip(itertools.product("12", KINDS), itertools.cycle(PHASES), strict=False)  # over the phases
 MATRIX += [(kind, phase, launch) for (launch, kind), phase in SPREAD]
 MATRIX += itertools.product(["kill -9"], PHASES, ["ZeRO-3", "FSDP2"])
 MATRIX += itertools.product(["kill -9, twice"], PHASES, ["1"])
 MATRIX += [(kind, phase, "1") for kind, phase in zip(FAILING * 2, PHASES, strict=False)]
+MATRIX += itertools.product(["kill -9"], PHASES, ["offload"])
 GROUP = 54_321  # also the id of another user
 CASES = [("kill -9", "step", "2"), ("read-only: HF_HOME", "reference pass", "1")]
 GRID = [("two runs on one cache", "reference pass", "1"), *MATRIX[5::11]]

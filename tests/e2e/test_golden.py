@@ -7,11 +7,12 @@ of the pairs or the initial weights justifies. Machines differ in the last bits,
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Place, assert_same_run, make_place
+from tests.e2e.runs import Place, Run, assert_same_run, make_place
 from tests.toolbox import in_grid, logged, pairs, with_tool
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -52,6 +53,7 @@ BF16_GRID = [  # each path and each launch; the reference's dtype shows in sums 
     ("cpu 2", [("olmo3", "sigmoid", "padded, live")]),
     ("cpu_zero3 2", [*FEW, ("gpt_neox", "sigmoid_norm", "padded, live")]),
     ("cpu_fsdp2 2", [*FEW, ("olmo3", "sigmoid", "padded, live")]),
+    ("cpu_offload 2", [*FEW, ("olmo3", "sigmoid", "padded, live")]),
 ]
 RUNS = {  # of golden.json: processes, (architecture, path)
     "one process": (1, [(name, path) for name in ARCHITECTURES for path in CACHED_OR_NOT] + [("llama", "shared")]),
@@ -171,7 +173,7 @@ def test_bf16_at_step_0_is_ln_2_and_dtypes_are_right(place, launch, combinations
     for name, folder in folders.items():
         assert logged(folder, "eval_loss")[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-3), name
         dtypes = json.loads((folder / "dtypes.json").read_text())
-        is_deepspeed = launch in ("cpu 2", "cpu_zero3 2")
+        is_deepspeed = launch != "single" and "fsdp" not in launch
         assert dtypes["parameters"] == ["torch.bfloat16" if is_deepspeed else "torch.float32"], name
         assert dtypes["reference"] == (["torch.float32"] if "cached" in name else []), name  # live: computed later
         assert {kind for kind in dtypes["masters"] + dtypes["moments"]} == {"torch.float32"}, name
@@ -181,10 +183,11 @@ def test_bf16_at_step_0_is_ln_2_and_dtypes_are_right(place, launch, combinations
         assert set(rotary) == {"torch.float32"}, name
 
 
-LOADING = """import os, sys
+START = """import os, sys
 sys.path.insert(0, os.getcwd())
 import train_dpo
-from sfm_dpo.train import trainer
+"""
+LOADING = f"""{START}from sfm_dpo.train import trainer
 
 class Trainer(train_dpo.SFMDPOTrainer):
     def __init__(self, *args, **kwargs):
@@ -220,10 +223,38 @@ def test_weights_loaded_in_bf16_are_what_deepspeed_makes_of_fp32_and_a_skipped_u
     assert "guard: warning: skipped_update at step 2, began at step 2: DeepSpeed has skipped 1 update(s)" in run.log
 
 
-@pytest.mark.grid
-def test_a_bf16_run_resumes_bitwise(place):
+MAPPED = f"""{START}
+class Trainer(train_dpo.SFMDPOTrainer):
+    def _prepare_for_training(self, *args):
+        result = super()._prepare_for_training(*args)
+        files = [line.split()[-1] for line in open("/proc/self/maps") if "optim_states" in line]
+        print("mapped", len(set(files)), "of", len(self.optimizer.optimizer.optimizer.state))
+        return result
+
+sys.exit(train_dpo.main(sys.argv[1:], Trainer))
+"""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(place) -> tuple[Run, dict]:
+    """In bf16 under ZeRO-2, and its fields; gradients are clipped."""
     fields = BF16 | {"max_length": 96, "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "eval_fraction": 0}
     fields |= {"model_name_or_path": place.folder / "long/olmo3", "dataset_name": place.folder / LONG}
-    uninterrupted = place.start("uninterrupted", 2, **fields).finish()
-    place.start("stopped", 2, **fields).stop_at(2)
-    assert_same_run(place.start("stopped", 2, **fields).finish(), uninterrupted)
+    fields |= {"learning_rate": 1e-4, "max_grad_norm": 0.5, "warmup_steps": 0}
+    run = place.start("uninterrupted", 2, **fields).finish()
+    assert len({entry["loss"] for entry in logged(run.folder)}) == 6 and logged(run.folder)[0]["grad_norm"] > 0.5
+    return run, fields
+
+
+OTHERS = [("cpu", "cpu"), ("cpu", "cpu_offload"), ("cpu_offload", "cpu")]
+
+
+@pytest.mark.parametrize("launches", [("cpu_offload", "cpu_offload"), *map(in_grid, OTHERS)])
+def test_a_bf16_run_resumes_bitwise_with_its_optimizer_on_the_host_or_not(place, uninterrupted, tmp_path, launches):
+    expected, fields = uninterrupted
+    name = "stopped " + " ".join(launches)
+    place.start(name, 2, launches[0], **fields).stop_at(2)
+    (tmp_path / "train_dpo.py").write_text(MAPPED)
+    again = place.start(name, 2, launches[1], script=tmp_path / "train_dpo.py", **fields).finish()
+    assert_same_run(again, expected)
+    assert re.search(f"mapped {1 if launches[1] == 'cpu_offload' else 0} of [1-9]", again.log), again.log

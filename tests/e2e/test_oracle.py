@@ -88,7 +88,7 @@ def expect(place) -> Callable[..., Expected]:
     return functools.cache(lambda *given: oracle(place, settings(place, *given)))
 
 
-LAUNCHES = enumerate(("single", "cpu 2", "cpu_zero3 2", "cpu_fsdp2 2"))
+LAUNCHES = enumerate(("single", "cpu 2", "cpu_zero3 2", "cpu_fsdp2 2", "cpu_offload 2"))
 GRID = [pytest.param(launch, cover(number), marks=pytest.mark.grid) for number, launch in LAUNCHES]
 
 

@@ -1,14 +1,20 @@
 """Which layers are checkpointed; DeepSpeed's buckets hold the largest tensor of every shape."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch.utils import serialization
 from transformers import AutoConfig
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.model.loading import blocks, checkpoint_layers, meta_model
-from sfm_dpo.model.sharding import fit_buckets, zero_config
+from sfm_dpo.model.sharding import OffloadCallback, fit_buckets, zero_config
 from tests.e2e.runs import make_place
+from tests.offload import Branches, make_engine, train_engine
 from tests.tiny_models import tiny_config, tiny_model
 from tests.toolbox import pairs
 
@@ -24,7 +30,7 @@ def test_checkpointed_layers_are_spread_evenly_and_the_last_is_not_among_them(co
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-@pytest.mark.parametrize("launch", ["zero2", "zero3"])
+@pytest.mark.parametrize("launch", ["zero2", "zero3", "offload"])
 def test_every_shape_fits_in_the_buckets(launch):
     """Otherwise its gradient would be overwritten on a GPU. At any number of ranks: what fits is copied whole."""
     zero = zero_config(launch)
@@ -49,3 +55,43 @@ def test_under_fsdp2_the_gradient_of_the_head_is_reduced(tmp_path):
     }
     error, other = ((gradients[run] - gradients["alone"]).norm() for run in ("split", "half"))
     assert error < 1e-5 * other and other > 0.1 * gradients["alone"].norm() > 0
+
+
+def test_steps_with_the_optimizer_on_the_host_are_those_of_zero2(process_group):
+    """Also after a gradient that is not finite, and where a layer gets none."""
+    nan = float("nan")
+    steps = [(True, 1), (False, 1), (True, nan), (False, nan), (False, 1), (True, 1)]
+
+    def end_step(engine):
+        wrapped = SimpleNamespace(optimizer=engine.optimizer)  # as accelerate does
+        OffloadCallback().on_step_end(None, None, None, optimizer=wrapped)
+
+    skipped, weights = train_engine("offload", steps, end_step)
+    assert (skipped, weights) == train_engine("zero2", steps)
+    assert skipped == [0, 0, 1, 2, 2, 2] and weights[0] == weights[4] != weights[5]
+
+
+def is_mapped(tensor: torch.Tensor, file: Path) -> bool:
+    """Whether the tensor's memory is this file."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
+    ranges = [[int(bound, 16) for bound in line[0].split("-")] for line in lines]
+    return any(begin <= tensor.data_ptr() < end for begin, end in ranges)
+
+
+def test_moments_of_a_resumed_run_are_no_longer_files_when_it_begins(process_group, tmp_path):
+    """A file that is truncated, as a save at the same step does, would otherwise kill the process."""
+    engine = make_engine("offload", Branches(), torch.optim.AdamW)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 8, dtype=torch.bfloat16), True))
+        engine.step()
+    engine.save_checkpoint(str(tmp_path), tag="saved")
+    engine = make_engine("offload", Branches(), torch.optim.AdamW)
+    with serialization.config.patch("load.mmap", True):
+        engine.load_checkpoint(str(tmp_path), tag="saved")
+    (file,) = tmp_path.glob("saved/*optim_states.pt")
+    (state,) = engine.optimizer.optimizer.state.values()
+    before = state["exp_avg"].clone()
+    assert is_mapped(state["exp_avg"], file) and before.abs().max() > 0
+    OffloadCallback().on_train_begin(None, None, None, optimizer=SimpleNamespace(optimizer=engine.optimizer))
+    assert not any(is_mapped(tensor, file) for tensor in state.values())
+    assert torch.equal(state["exp_avg"], before)

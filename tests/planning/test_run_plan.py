@@ -1,6 +1,7 @@
 """The plan of a run: its numbers against DeepSpeed's estimators and formulas, and the commands."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.planning.run_plan import MFU, Planner, format_plan
 from tests.tiny_models import tiny_config
+from tests.toolbox import in_grid
 
 AS_NAMED = "--per_device_train_batch_size 4 --gradient_checkpointing true".split()
 PYTHIA = AutoConfig.from_pretrained(PROJECT / "bench/shapes/gpt_neox_6.9b")
@@ -63,6 +65,29 @@ def test_numbers_are_deepspeeds_and_the_formulas(plan_of):
         assert facts["choice"]["tokens"] == 4 * (1500 - 99) and facts["choice"]["checkpointed_layers"] == 32
         assert sum(facts["states"].values()) < facts["choice"]["bytes"] < 0.9 * 180e9 and facts["fits"] == "yes"
     assert plan["launches"]["zero2"]["checkpoint"] == 16 * n and plan["launches"]["fsdp2"]["checkpoint"] == 16 * n
+
+
+@pytest.mark.parametrize(("shape", "gpu", "host"), [("gpt_neox_6.9b", 38, 128), in_grid("olmo3_7b", 41, 137)])
+def test_a_7b_model_trains_on_one_gpu_with_its_optimizer_on_the_host(plan_of, shape, gpu, host):
+    shape = AutoConfig.from_pretrained(PROJECT / "bench/shapes" / shape)
+    limit = ["--gradient_checkpointing=", "--per_device_train_batch_size=", "--memory_gib=71"]  # of an H100
+    plan = plan_of(shape, lengths_of(80, 100, 3000, 3000), limit, gpus=1).plan()
+    assert [name for name, launch in plan["launches"].items() if launch["fits"] != "no"] == ["offload"]
+    offload = plan["launches"]["offload"]
+    states = offload["states"]
+    assert round((states["weights"] + states["gradients"]) / 2**30) == gpu and states["optimizer"] == 0
+    assert round(offload["host"] / 2**30) == host
+    seconds = 3600 * offload["host_hours"] / plan["batch"]["steps"]
+    assert seconds == pytest.approx((6 / 6e9 + 42 / 1e11) * plan["model"]["trained"])
+    text = format_plan(plan)
+    assert re.search(rf"\nzero2 does not fit; LAUNCH=offload fits with .* and {host} GiB of host memory", text)
+    assert re.search(rf"\n  host memory +- +- +- +{offload['host'] / 2**30:.1f}\n", text)
+
+
+def test_before_training_offload_converts_the_weights_on_the_gpu(plan_of):
+    planner = plan_of(PYTHIA, lengths_of(80, 1, 2, 2), gpus=1)  # next to no activations
+    plan = planner.plan_launch("offload")
+    assert plan["choice"]["bytes"] == sum(plan["states"].values()) + 2 * planner.memory.trained
 
 
 def test_another_reference_counts_with_its_own_size(plan_of):

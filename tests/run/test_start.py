@@ -83,6 +83,21 @@ def test_a_run_resumes_only_with_what_wrote_the_checkpoint(tmp_path, fact, now, 
         before.check(RunFacts(**facts | {fact: now}))
 
 
+def test_a_run_resumes_with_its_optimizer_on_the_host_or_not(tmp_path, caplog):
+    written, other = RunFacts(launch="ZeRO-2"), RunFacts(launch="ZeRO-2 with offload")
+    with caplog.at_level("INFO"):
+        Before(tmp_path, written).check(written)
+        assert not caplog.messages
+        Before(tmp_path, written).check(other)
+        Before(tmp_path, other).check(written)
+    assert caplog.messages == [
+        f"{tmp_path} was written with launch ZeRO-2; continued with ZeRO-2 with offload",
+        f"{tmp_path} was written with launch ZeRO-2 with offload; continued with ZeRO-2",
+    ]
+    with pytest.raises(UserError, match="with launch ZeRO-2 with offload, but this run uses ZeRO-3"):
+        Before(tmp_path, other).check(RunFacts(launch="ZeRO-3"))
+
+
 def test_the_facts_of_version_0_3_are_read():
     """As its complete.json records them, without the parts that have not changed."""
     memory = {"per_device": 4, "checkpointed_layers": 2, "layers": 3, "tokens": 512, "activations": 9, "bytes": 77}

@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sfm_dpo.run.checkpoint import why_incomplete
@@ -67,6 +68,25 @@ def test_each_way_to_stop_requeues_and_the_run_ends_as_if_nobody_had_stopped_it(
     end_of(cluster, project, uninterrupted[0])
     assert [e["step"] for e in logged(run)] == list(range(1, STEPS + 1))
     assert_same(run, uninterrupted[1])
+
+
+def test_with_the_optimizer_on_the_host_a_killed_and_requeued_run_is_bitwise_that_of_zero2(cluster, project):
+    """In bf16, in which DeepSpeed sums gradients in fp32."""
+    whole = submit(cluster, project, "bf16", bf16="true")
+    job = submit(cluster, project, "offload", env={"LAUNCH": "cpu_offload"}, bf16="true")
+    run = project / "outputs/offload"
+    wait_for_step(run, 12, 0, project, job)
+    commands = [(process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    ranks = [process for process, words in commands if "train_dpo.py" in words[:3] and "outputs/offload" in words]
+    assert len(ranks) == 2, commands
+    for rank in ranks:
+        rank.kill()
+    assert cluster.wait(job, 600)["JobState"] == "FAILED", log_of(project, job)[-3000:]
+    cluster.run("scontrol", "requeue", job)
+    log = end_of(cluster, project, job, restarts=1)
+    assert "resuming from outputs/offload/checkpoint-10" in log
+    end_of(cluster, project, whole)
+    assert_same(run, project / "outputs/bf16")
 
 
 def test_scancel_without_options_saves_and_is_not_requeued(cluster, project):

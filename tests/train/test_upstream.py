@@ -34,6 +34,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 import train_dpo
 from sfm_dpo.common.files import PROJECT
+from tests.offload import train_engine
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import on_cpu, write_jsonl
 from tests.toolbox import pairs as toy_pairs
@@ -321,6 +322,15 @@ def test_canary_zero3_parameter():
     parameter.ds_status = None
     free_param(parameter)
     assert parameter.numel() == 0 and parameter.shape != (2, 3)
+
+
+def test_canary_offloaded_gradients(process_group):
+    """After one gradient that is not finite all updates are skipped; a layer without gradients takes its last ones."""
+    nan = float("nan")
+    assert train_engine("offload", [(True, nan), (True, 1), (True, 1)])[0] == [1, 2, 3]
+    assert train_engine("zero2", [(True, nan), (True, 1), (True, 1)])[0] == [1, 1, 1]
+    weights = {launch: train_engine(launch, [(True, 1), (False, 1)])[1] for launch in ("zero2", "offload")}
+    assert weights["zero2"][0] == weights["zero2"][1] and weights["offload"][0] != weights["offload"][1]
 
 
 def test_canary_datasets_fingerprint():
