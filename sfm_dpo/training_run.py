@@ -15,12 +15,13 @@ from typing import Any, Self
 
 import torch
 
-from sfm_dpo.common.distributed import LAUNCHES, explain_lost_peer, is_main_process, launch_name, on_main_process
+from sfm_dpo.common.distributed import LAUNCHES, is_main_process, launch_name, on_main_process
 from sfm_dpo.common.errors import (
     DISK_REMEDIES,
     DiskFull,
     GuardStopped,
     Interrupted,
+    PeerLost,
     PreflightDone,
     PreflightRefused,
     RunEnd,
@@ -80,6 +81,8 @@ from sfm_dpo.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
+# In errors of gloo and NCCL
+PEER_LOST_SIGNS = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 UNWRITABLE = DISK_REMEDIES.keys() - {errno.EPERM}  # not only of files
 # Signs of these in exceptions of torch.save, which does not say why, and of safetensors; and the remedies
 OF_TORCH = dict.fromkeys(("unexpected pos", "iostream error"), "free space, or check its disk or file server")
@@ -275,8 +278,8 @@ class TrainingRun:
         smaller = self.facts.calibration.smaller if self.facts else None
         if cause and self.folder and (memory := explain_out_of_memory(cause, self.progress, smaller)):
             return memory
-        if lost := explain_lost_peer(cause):
-            return lost
+        if isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in PEER_LOST_SIGNS):
+            return PeerLost(f"another rank has ended: {str(cause).splitlines()[0]}")
         if isinstance(error, RunEnd):
             return error
         if self.output_dir and not self.output_dir.is_dir():
@@ -299,15 +302,14 @@ class TrainingRun:
     def _close(self, end: RunEnd) -> None:
         self.exit_code = end.exit_code
         is_stop = isinstance(end, StopRequested)
-        message = str(end) if is_stop else message_of_rank(self.folder, str(end), end.is_first)
+        message = str(end) if is_stop else message_of_rank(self.folder, str(end), not isinstance(end, PeerLost))
         status = end.status
         if is_stop:
             assert self.folder
-            is_for_good = stop_is_for_good(self.folder)
-            clear_stop(self.folder)
             checkpoint = newest_checkpoint(self.folder)
             status = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)} | status
-            status["for_good"] = is_for_good
+            status["for_good"] = stop_is_for_good(self.folder)
+            clear_stop(self.folder)
             then = f"; run the same command again to resume from {checkpoint or 'the beginning'}"
             log.info(f"{end}{'' if isinstance(end, PreflightDone) else then}")
             if "TORCHELASTIC_RUN_ID" in os.environ:

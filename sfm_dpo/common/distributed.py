@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sfm_dpo.common.errors import PeerLost, RunEnd, UserError
+from sfm_dpo.common.errors import RunEnd, UserError
 
 T = TypeVar("T")
 # By LAUNCH, the names in data.json, messages and model cards
@@ -179,14 +179,6 @@ def share_error(message: str) -> str:
         with suppress(RuntimeError):  # the process that held the store is gone
             return distributed_c10d._get_default_store().compare_set("sfm_dpo/error", "", message).decode()
     return message
-
-
-def explain_lost_peer(error: BaseException | None) -> PeerLost | None:
-    """The end that an error of gloo or NCCL means, if it says that another rank has ended."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs):
-        return PeerLost(f"another rank has ended: {str(error).splitlines()[0]}")
-    return None
 
 
 def explain_missing_gpus() -> str | None:

@@ -12,9 +12,6 @@ NOT_PUSHED = 5  # but trained and saved
 NODE_CHECK_FAILED = 69  # EX_UNAVAILABLE
 HUNG = 70
 
-# Errors of the machine, whatever the user has given
-_OF_MACHINE = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-
 # What to do about a failed read or write
 DISK_REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space"),
@@ -24,6 +21,8 @@ DISK_REMEDIES = {
     errno.EIO: "check its disk or file server",
     errno.ESTALE: "check its file server",
 }
+# Errors of the machine, whatever the user has given
+_OF_MACHINE = DISK_REMEDIES.keys() - {errno.EACCES, errno.EPERM}
 
 
 class RunEnd(Exception):
@@ -32,7 +31,6 @@ class RunEnd(Exception):
 
     exit_code: ClassVar[int]
     state: ClassVar[str]  # run.folder.State, in status.json
-    is_first = True  # and not the consequence of another rank's end
 
     def __init__(self, message: str, **status: Any):
         super().__init__("\n- ".join(" ".join(item.split()) for item in str(message).split("\n- ")))
@@ -49,10 +47,9 @@ class DiskFull(RunEnd):  # or read-only; possibly on one rank only
     state = "failed"
 
 
-class PeerLost(RunEnd):
+class PeerLost(RunEnd):  # the consequence of another rank's end
     exit_code = 1
     state = "failed"
-    is_first = False
 
 
 class OutOfMemory(UserError):

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,8 @@ MODEL_FILES = f"""{WEIGHTS} adapter_model.safetensors {SAFE_WEIGHTS_INDEX_NAME} 
     adapter_config.json""".split()
 
 
-def list_files(folder: Path) -> list[Path]:
+def list_files(folder: Path, patterns: Iterable[str] = (*MODEL_FILES, *TOKENIZER_FILES)) -> list[Path]:
     """The files of the model in a folder: weights, configurations and tokenizer."""
-    return _find(folder, MODEL_FILES + TOKENIZER_FILES)
-
-
-def _find(folder: Path, patterns: list[str]) -> list[Path]:
     return [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
 
 
@@ -58,7 +55,7 @@ def finish_model(folder: Path, tokenizer: Path | None, base: Path | None, narrow
         base: folder of the model that was trained, if it is known.
         narrow: whether weights that are wider than the base's get its dtype.
     """
-    if tokenizer and _find(tokenizer, TOKENIZER_FILES):
+    if tokenizer and list_files(tokenizer, TOKENIZER_FILES):
         copy_tokenizer(tokenizer, folder)
     else:
         translate_tokenizer(folder / "tokenizer_config.json")
@@ -72,9 +69,9 @@ def finish_model(folder: Path, tokenizer: Path | None, base: Path | None, narrow
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Replaces the tokenizer files in `folder`: one that `source` lacks could take precedence over the others."""
-    for path in _find(folder, TOKENIZER_FILES):
+    for path in list_files(folder, TOKENIZER_FILES):
         path.unlink()
-    for path in _find(source, TOKENIZER_FILES):
+    for path in list_files(source, TOKENIZER_FILES):
         target = folder / path.relative_to(source)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
@@ -141,13 +138,13 @@ def narrow_weights(folder: Path, base: Path, dtype: str | None) -> None:
     size = 0
     for file in folder.glob(WEIGHTS):
         tensors = load_file(file)
-        narrowed = {}
+        is_narrowed = False
         for name, tensor in tensors.items():
             target = wanted.get(name, default)
             if tensor.is_floating_point() and tensor.itemsize > target.itemsize:
-                narrowed[name] = tensor.to(target)
-        tensors |= narrowed
-        if narrowed:
+                tensors[name] = tensor.to(target)
+                is_narrowed = True
+        if is_narrowed:
             partial = file.with_name(f".{file.name}.partial")
             save_file(tensors, partial, {"format": "pt"})
             partial.replace(file)

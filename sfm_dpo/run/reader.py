@@ -249,13 +249,12 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     held_out: dict[str, Any] = next((entry for entry in reversed(facts["log"]) if "eval_loss" in entry), {})
     evaluations = read_evaluations(run)
     still = [step for step in status.get("open") or [] if step != EVALUATED or list_awaited(run, evaluations)]
-    reported = None
-    with contextlib.suppress(FileNotFoundError), (run / REPORT).open(errors="replace") as page:
-        reported = re.search('<meta name="step" content="([0-9]+)">', page.read(500))
     logged = facts["log"][-1]["step"] if facts["log"] else 0
     report = None
-    if reported and not runs and int(reported[1]) < logged:
-        report = f"{REPORT} is as of step {reported[1]}, the run ended at step {logged}"
+    with contextlib.suppress(FileNotFoundError), (run / REPORT).open(errors="replace") as page:
+        reported = re.search('<meta name="step" content="([0-9]+)">', page.read(500))
+        if reported and not runs and int(reported[1]) < logged:
+            report = f"{REPORT} is as of step {reported[1]}, the run ended at step {logged}"
     return {
         "run": str(run),
         "config": facts["config"],

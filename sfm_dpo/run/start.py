@@ -170,11 +170,7 @@ def find_before(args: "TrainConfig", damaged: Mapping[Path, str]) -> Before:
 
 
 def judge_folder(
-    config: "Config",
-    names: set[str],
-    status: dict[str, Any],
-    before: dict[str, Any],
-    has_trained: bool,
+    config: "Config", names: set[str], status: dict[str, Any], before: dict[str, Any], has_trained: bool
 ) -> Start:
     """What follows from a folder with files of these `names`, from status.json, resolved_config.yaml (`before`), and
     whether a step was trained. Raises UserError for another run's folder."""

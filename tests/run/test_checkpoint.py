@@ -29,7 +29,6 @@ from sfm_dpo.run.checkpoint import (
     remove_unlisted,
     rotate,
     step_of,
-    stop_is_for_good,
     stop_requested,
     why_damaged,
     why_incomplete,
@@ -242,8 +241,3 @@ def test_a_start_removes_what_no_list_names(tmp_path):
     assert names(tmp_path) == [f"checkpoint-{n}" for n in (2, 4, 8)]
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {".lock", "model.safetensors"}
     assert (tmp_path / "checkpoint-4" / "notes.txt").exists()
-
-
-def test_a_stop_file_that_rank_0_has_just_removed_is_not_for_good(tmp_path, monkeypatch):
-    monkeypatch.setattr("sfm_dpo.run.checkpoint.stop_requested", lambda run: True)  # a moment before
-    assert not stop_is_for_good(tmp_path)

@@ -16,16 +16,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import mark_complete
-from sfm_dpo.run.folder import (
-    ENVIRONMENT,
-    LOG,
-    STATUS,
-    describe,
-    make_folder,
-    read_status,
-    write_end,
-    write_status,
-)
+from sfm_dpo.run.folder import ENVIRONMENT, LOG, STATUS, describe, make_folder, read_status, write_end, write_status
 from sfm_dpo.run.start import choose_start
 from tests.run.test_lock import write_lock
 

@@ -90,8 +90,8 @@ def test_a_model_on_the_hub_gives_the_tokenizer_files_that_training_does_not_rea
 DEFAULT = {"rope_type": "default", "rope_theta": 5.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 7.0, "factor": 8.0}
 LONG = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
-NO_SCALING = {"rope_scaling": None}
 BY_LAYER = {"full_attention": LINEAR, "sliding_attention": DEFAULT}
+NEOX_4 = {"rotary_emb_base": 5.0, "rotary_pct": 0.5, "rope_scaling": None}
 LINEAR_4 = {"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 
 
@@ -99,11 +99,7 @@ LINEAR_4 = {"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor":
     ("kind", "rope", "written"),
     [
         ("llama", LINEAR, LINEAR_4),
-        (
-            "gpt_neox",
-            DEFAULT | {"partial_rotary_factor": 0.5},
-            {"rotary_emb_base": 5.0, "rotary_pct": 0.5} | NO_SCALING,
-        ),
+        ("gpt_neox", DEFAULT | {"partial_rotary_factor": 0.5}, NEOX_4),
         ("phi3", LONG | DEFAULT | {"rope_type": "longrope", "original": 9}, {"rope_theta": 5.0, "rope_scaling": LONG}),
         ("gemma3_text", BY_LAYER, LINEAR_4 | {"rope_local_base_freq": 5.0}),
         ("new", {"full_attention": DEFAULT, "sliding_attention": LINEAR}, {}),  # no field of Transformers 4 says this

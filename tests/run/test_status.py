@@ -137,13 +137,8 @@ def test_the_fields_of_a_sweep_are_columns(tmp_path):
 
     for rate in (1e-6, 5e-7):
         run = make(tmp_path / f"{rate}", "done", step=9)
-        fields = {
-            "beta": 5,
-            "data_seed": rate * 1e7,
-            "learning_rate": rate,
-            "output_dir": str(run),
-            "save_steps": rate,
-        }
+        swept = {"data_seed": rate * 1e7, "learning_rate": rate}
+        fields = swept | {"beta": 5, "output_dir": str(run), "save_steps": rate}
         (run / RESOLVED_CONFIG).write_text(yaml.safe_dump(fields))
     assert table() == [["data_seed", "learning_rate", "state"], ["10.0", "1e-06", "done"], ["5.0", "5e-07", "done"]]
     (run / RESOLVED_CONFIG).write_text("{learning_rate: 1, seed: 2, max_length: 3, dataset_name: a}")
