@@ -42,8 +42,7 @@ def main(argv: list[str]) -> None:
                     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
                 else:  # trained on plain text
                     inputs = tokenizer(prompt.strip())
-                ids = inputs["input_ids"]
-                (answer,) = continue_prompts(model, tokenizer, [ids], options.max_new_tokens)
+                (answer,) = continue_prompts(model, tokenizer, [inputs["input_ids"]], options.max_new_tokens)
                 print(f"{label}: {answer}", flush=True)
 
 

@@ -26,24 +26,19 @@ def main(argv: list[str]) -> None:
     parser.add_argument("folders", nargs="*", default=["outputs"])
     parser.add_argument("--stop", metavar="RUN", type=Path, help="stop a run for good; the same command resumes it")
     options = parser.parse_args(argv)
-    if options.stop:
-        stop(options.stop)
+    if run := options.stop:
+        states = [found["state"] for found in describe_runs([run]) if Path(found["run"]) == run]
+        if not {"running", "stale", LOADING}.intersection(states):
+            remedy = "a job that waits in the queue ends with scancel"
+            raise UserError(f"--stop {run}: does not run (state {states[0] if states else 'unknown'}); {remedy}")
+        write_atomically(run / STOP, f"{FOR_GOOD}\n")
+        print(f"{run}: stops after this step, and is not requeued")
         return
     for folder in options.folders:
         if not Path(folder).is_dir():
             raise UserError(f"{folder}: no such folder; give the folder of your runs, or run this from the project's")
     runs = describe_runs(options.folders)
     print(format_runs(runs) if runs else "no runs here")
-
-
-def stop(run: Path) -> None:
-    """Asks a run to stop for good. Raises UserError if it does not run."""
-    states = [found["state"] for found in describe_runs([run]) if Path(found["run"]) == run]
-    if not {"running", "stale", LOADING}.intersection(states):
-        remedy = "a job that waits in the queue ends with scancel"
-        raise UserError(f"--stop {run}: does not run (state {states[0] if states else 'unknown'}); {remedy}")
-    write_atomically(run / STOP, f"{FOR_GOOD}\n")
-    print(f"{run}: stops after this step, and is not requeued")
 
 
 if __name__ == "__main__":

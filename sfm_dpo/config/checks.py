@@ -195,14 +195,6 @@ def list_machine_conflicts(c: argparse.Namespace, world_size: int, training: boo
         yield "use_cpu", f"one process sees {gpus} GPUs; use accelerate launch, or set CUDA_VISIBLE_DEVICES=0"
 
 
-def list_launch_errors(bf16: bool) -> Iterator[str]:
-    """What a launcher brings that would overrule the recipe, or that no run can have."""
-    for variable, (good, remedy) in LAUNCH.items():
-        value = os.environ.get(variable, good).lower()
-        if value != good and not (bf16 and value == "bf16"):
-            yield f"{variable} {value}: comes from the launch configuration or its options; {remedy}"
-
-
 def list_changed(namespace: argparse.Namespace, names: Iterable[str]) -> list[str]:
     """Those of these fields of TRL and Transformers that have neither their default nor an empty value."""
     fields = [field for part in (DPOConfig, ModelConfig, DatasetMixtureConfig) for field in dataclasses.fields(part)]
@@ -213,7 +205,11 @@ def list_changed(namespace: argparse.Namespace, names: Iterable[str]) -> list[st
 def check_fields(namespace: argparse.Namespace, world_size: int, training: bool) -> list[str]:
     """What is wrong with ranges and combinations, each with the field, its value and the remedy."""
     values = vars(namespace)
-    problems = [*list_launch_errors(namespace.bf16)] if training else []
+    problems: list[str] = []
+    for variable, (good, remedy) in LAUNCH.items():
+        value = os.environ.get(variable, good).lower()
+        if training and value != good and not (namespace.bf16 and value == "bf16"):
+            problems.append(f"{variable} {value}: comes from the launch configuration or its options; {remedy}")
     for lowest, highest, words, names in _RANGES:
         for name in names.split():
             value = values[name]
@@ -227,8 +223,8 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
         problems.append(f"model_init_kwargs: cannot set a token, dtype or revision; {remedy}")  # without the token
     reported = {problem.split()[0].rstrip(":") for problem in problems}
     changed = list_changed(namespace, REFUSED.keys() - {"accelerator_config"})  # checked where it is read
-    refused = [(name, REFUSED[name]) for name in changed]
     conflicts = [  # also of values that are out of their range
+        *((name, REFUSED[name]) for name in changed),
         *list_data_conflicts(namespace),
         *list_objective_conflicts(namespace, world_size, training),
         *list_lora_conflicts(namespace),
@@ -236,7 +232,7 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
         *list_evaluation_conflicts(namespace, training),
         *list_machine_conflicts(namespace, world_size, training),
     ]
-    for name, remedy in [*refused, *conflicts]:
+    for name, remedy in conflicts:
         if name not in reported:
             problems.append(f"{name} {'***' if name == 'hub_token' else values[name]}: {remedy}")
     with collect_errors(problems):

@@ -48,8 +48,7 @@ NO_EFFECT = UNUSED | set(
     logging_steps logging_first_step disable_tqdm log_level log_level_replica log_on_each_node
     include_num_input_tokens_seen skip_memory_metrics debug profile_steps push_to_hub hub_model_id hub_strategy
     hub_private_repo hub_revision eval_strategy eval_steps eval_delay eval_datasets eval_command dataset_num_proc
-    dataloader_num_workers
-    dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+    dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context ddp_backend ddp_timeout hang_timeout hub_timeout max_dropped_fraction preflight
     preflight_only preflight_samples guard guard_generations memory_gib torch_empty_cache_steps""".split()
 )

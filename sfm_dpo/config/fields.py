@@ -304,8 +304,12 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
             namespace.report_to = resolve_report_to(namespace.report_to)
     # A field that was not read has no other problem; without its datasets, a recipe has no dataset_name either
     named = {*re.findall(r"\w+", " ".join(unread).replace("datasets", "datasets dataset_name"))}
-    problems = [problem for problem in problems if re.split(r"[ :]", problem)[0] not in named]
-    raise_all([*unread, *problems], namespace.config)
+    problems = [*unread, *(problem for problem in problems if re.split(r"[ :]", problem)[0] not in named)]
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        items = [f"\n- {problem.removeprefix(f'{namespace.config}: ')}" for problem in problems]
+        raise UserError(f"{len(problems)} fields to correct in {namespace.config or 'the options'}:{''.join(items)}")
     if namespace.dataset_num_proc:  # more processes than cores only take memory
         namespace.dataset_num_proc = min(namespace.dataset_num_proc, len(os.sched_getaffinity(0)))
     namespace.use_peft = bool(namespace.use_peft)
@@ -343,15 +347,6 @@ def check_locks() -> None:
                     raise UserError(f"{what}; set HF_HOME (in .env) to a folder on another disk") from None
 
 
-def raise_all(problems: list[str], recipe: str | None) -> None:
-    """Raises UserError with all `problems`, if there are any."""
-    if len(problems) == 1:
-        raise UserError(problems[0])
-    if problems:
-        items = [f"\n- {problem.removeprefix(f'{recipe}: ')}" for problem in problems]
-        raise UserError(f"{len(problems)} fields to correct in {recipe or 'the options'}:{''.join(items)}")
-
-
 def check_optimizer(args: TrainConfig) -> None:
     """Builds the optimizer and the schedule for a single weight. Raises UserError if the libraries refuse that."""
     from transformers import get_scheduler
@@ -363,10 +358,9 @@ def check_optimizer(args: TrainConfig) -> None:
         if not args.optim_target_modules:  # they choose among the model's layers
             build_optimizer(args, layer)
     steps = max(args.max_steps, 1000)
-    schedule = (optimizer, args.get_warmup_steps(steps), steps, args.lr_scheduler_kwargs)
     kind = args.lr_scheduler_type
     with user_input(f"lr_scheduler_type {kind.value}, lr_scheduler_kwargs {args.lr_scheduler_kwargs}"):
-        get_scheduler(kind, *schedule)
+        get_scheduler(kind, optimizer, args.get_warmup_steps(steps), steps, args.lr_scheduler_kwargs)
 
 
 def build_optimizer(args: TrainConfig, layer: torch.nn.Module) -> torch.optim.Optimizer:

@@ -42,14 +42,8 @@ _PAIR = Features(
     | {name: Value("string") for name in ("template", "source", "dropped", "ignored", "prompt_key", "pair_key")}
     | {"row": Value("int64")}
 )
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "tool": "tool",
-    "observation": "tool",
-}
+_ROLES = {"system": "system", "tool": "tool", "observation": "tool"}
+_ROLES |= dict.fromkeys(("user", "human", "prompter"), "user")
 _ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai"), "assistant")
 # Text that begins as messages do, in JSON ("role") or as Python prints them ('role')
 _MESSAGES = re.compile(
@@ -90,12 +84,6 @@ def load_pairs(config: Config) -> Pairs:
 def load_keep(script: str) -> Callable[[dict], Any]:
     with user_input(f"filter_script {script}", "write a file with def keep(row): return True"):
         return runpy.run_path(script)["keep"]
-
-
-def keeps(script: str, row: dict[str, Any]) -> bool:
-    keep = load_keep(script)
-    with user_input(f"filter_script {script}", f"correct keep(row) for the row {json.dumps(row, default=str)[:300]}"):
-        return bool(keep(row))
 
 
 def _split_by_prompt(pairs: Dataset, fraction: float, seed: int) -> dict[str, Dataset]:
@@ -183,8 +171,10 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
         pair = f"malformed: {error}"
     dropped = pair if isinstance(pair, str) else ""
     sides: tuple[Any, Any, Any] = ([], [], []) if isinstance(pair, str) else pair
-    if script and not keeps(script, row):
-        dropped = "script"
+    if script:
+        remedy = f"correct keep(row) for the row {_as_json(row)[:300]}"
+        with user_input(f"filter_script {script}", remedy):
+            dropped = dropped if load_keep(script)(row) else "script"
     # Written as JSON here, because datasets 5.2 would parse text that happens to be valid JSON
     columns: dict[str, Any] = {name: _as_json(side) for name, side in zip(PARTS, sides, strict=True)}
     columns |= {"prompt_key": _hash(sides[0], template), "pair_key": _hash(*sides, template)}

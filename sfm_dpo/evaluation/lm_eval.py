@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from sfm_dpo.common.errors import UserError, user_input
-from sfm_dpo.common.files import now, write_json
+from sfm_dpo.common.files import format_table, now, write_json
 from sfm_dpo.common.statistics import mean_interval
 from sfm_dpo.model.attention import disable_cudnn_attention
 from sfm_dpo.model.loading import read_adapter
 from sfm_dpo.report.model_card import write_model_card
-from sfm_dpo.report.page import format_evaluation, write_report
+from sfm_dpo.report.page import evaluation_tables, write_report
 from sfm_dpo.run.folder import EVALUATION, EVALUATIONS
 from sfm_dpo.run.reader import read_run, read_scores
 from sfm_dpo.run.saved_model import SavedModel, find_model
@@ -53,7 +53,8 @@ def evaluate_run(path: Path, tasks: list[str], out: Path | None, **options: Any)
     if model.step is None:
         write_report(model.run)
         write_model_card(model.run)
-    return format_evaluation({"benchmarks": rows} if rows else evaluation)
+    tables = evaluation_tables({"benchmarks": rows} if rows else evaluation)
+    return "\n\n".join(format_table(table, headings, "llrrrl") for headings, table in tables)
 
 
 def load_tasks(names: list[str]) -> Any:

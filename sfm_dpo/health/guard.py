@@ -52,8 +52,7 @@ class Guard(TrainerCallback, ExportableState):
             self.began = state.global_step
             self.findings = []
         self.findings = [Finding(*values) for values in self.findings]  # lists, from a checkpoint
-        loss_type = main_loss(args.loss_type)
-        is_sigmoid = len(args.loss_type) == 1 and loss_type in SIGMOID_LOSSES
+        is_sigmoid = len(args.loss_type) == 1 and args.loss_type[0] in SIGMOID_LOSSES
         warmup_steps = max(args.get_warmup_steps(state.max_steps), self.began)
         other_reference = bool(args.ref_model_name_or_path)
         self.context = GuardContext(
@@ -83,9 +82,19 @@ class Guard(TrainerCallback, ExportableState):
         return self.on_epoch_end(args, state, control)
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        """Answers the prompts on rank 0, which has all weights under ZeRO-2, and writes samples.json."""
         is_due = self.prompts and (state.global_step % args.guard_generations == 0 or not self.first_texts)
-        if is_due and is_main_process():
-            self._generate(args, model, processing_class)
+        if not is_due or not is_main_process():
+            return
+        model.eval()
+        answers = continue_prompts(model, processing_class, self.prompts, NEW_TOKENS)
+        model.train()
+        self.first_texts = self.first_texts or answers
+        prompts = processing_class.batch_decode(self.prompts, skip_special_tokens=True)
+        rows = zip(prompts, self.first_texts, answers, strict=True)
+        samples = [dict(zip(("prompt", "before", "after"), row, strict=True), limit=NEW_TOKENS) for row in rows]
+        write_json(Path(args.output_dir) / SAMPLES, samples)
+        self.skip_time()
 
     def on_epoch_end(self, args, state, control, **kwargs):
         """Saves nothing once the run is stopped."""
@@ -102,18 +111,6 @@ class Guard(TrainerCallback, ExportableState):
                 step=self.stopped.step,
                 checkpoint=self.last_healthy,
             )
-
-    def _generate(self, args, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Answers the prompts on rank 0, which has all weights under ZeRO-2, and writes samples.json."""
-        model.eval()
-        answers = continue_prompts(model, tokenizer, self.prompts, NEW_TOKENS)
-        model.train()
-        self.first_texts = self.first_texts or answers
-        prompts = tokenizer.batch_decode(self.prompts, skip_special_tokens=True)
-        rows = zip(prompts, self.first_texts, answers, strict=True)
-        samples = [dict(zip(("prompt", "before", "after"), row, strict=True), limit=NEW_TOKENS) for row in rows]
-        write_json(Path(args.output_dir) / SAMPLES, samples)
-        self.skip_time()
 
     def on_save(self, args, state, control, **kwargs):
         """Writes health.json, with the newest checkpoint from before a collapse as the last healthy one."""

@@ -73,18 +73,6 @@ def compute_base_logps(base: Scorer, tokens: Dataset, rows: np.ndarray, size: in
     return np.array([by_row[row] for row in rows.tolist()])
 
 
-def score_pairs(
-    base: Scorer, config: Config, tokens: Dataset, sample: np.ndarray, size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs to judge [N] and their log-probs [N, 2] (float64 sums in nats) under the base model: all pairs from
-    the reference cache, or those of `sample` computed here."""
-    if "ref_chosen_logps" not in tokens.column_names or config.train.ref_model_name_or_path:
-        return sample, compute_base_logps(base, tokens, sample, size)
-    names = ["ref_chosen_logps", "ref_rejected_logps"]
-    columns = tokens.select_columns(names).with_format("numpy")[:]
-    return np.arange(len(tokens)), np.stack([columns[name] for name in names], axis=1).astype(np.float64)
-
-
 def inspect_model(base: Scorer, tokens: Dataset, rows: list[dict], max_length: int | None) -> dict[str, Figure]:
     """The figures about the tokens of the training set (`rows`: a sample of it) and the model's configuration."""
     figures = inspect_tokens(rows, Lengths.of(tokens), base.eos_ids(), max_length)
@@ -101,36 +89,36 @@ def run_preflight(
     """The content of preflight.json, the same on all ranks. With a reference cache it judges all pairs and computes
     none; otherwise it computes a sample, in batches of `size` pairs."""
     args = config.train
-    loss_type = main_loss(args.loss_type)
     sample = np.sort(np.random.default_rng(args.seed).permutation(len(tokens))[: args.preflight_samples])
     rows = list(tokens.select(sample))
-
-    judged, logps = score_pairs(base, config, tokens, sample, size)
+    names = ["ref_chosen_logps", "ref_rejected_logps"]
+    if names[0] in tokens.column_names and not args.ref_model_name_or_path:
+        judged = np.arange(len(tokens))
+        columns = tokens.select_columns(names).with_format("numpy")[:]
+        logps = np.stack([columns[name] for name in names], axis=1).astype(np.float64)
+    else:
+        judged = sample
+        logps = compute_base_logps(base, tokens, sample, size)
     responses = np.maximum(count_trained(tokens, args.max_length), 1)[judged]
     figures = compute_pair_figures(logps, responses) | inspect_model(base, tokens, rows, args.max_length)
-    verdict, findings = judge_base_model(figures, loss_type)
+    verdict, findings = judge_base_model(figures, main_loss(args.loss_type))
     for finding in findings:
         if finding["rule"] == "ignored":
             finding["what"] = "; ".join(describe_ignored(tokens).values())
     reasons = [format_finding(finding) for finding in findings]
 
     interval = "{:+.2f} ({:+.2f} to {:+.2f}) nats"
+    response = rows[0]["chosen_ids"]
+    boundary = [tokenizer.decode(ids) for ids in (rows[0]["prompt_ids"][-12:], response[:12], response[-6:])]
     table = [
         ("pairs judged", f"{len(judged):,} of {len(tokens):,}; means with 95% intervals"),
         ("chosen, per token", interval.format(*figures["chosen_logp"])),
         ("gap, per token", interval.format(*figures["token_gap"])),
         ("gap, sum", interval.format(*figures["sum_gap"])),
-        ("boundary", show_boundary(rows[0], tokenizer)),
+        ("boundary", "...{!r} | {!r} ... {!r}".format(*boundary)),
     ]
     result = {"verdict": verdict, "reasons": reasons, "pairs": len(judged), "figures": figures}
     return broadcast(result | {"findings": findings, "table": table})
-
-
-def show_boundary(row: dict, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text around the boundary of prompt and chosen response, and the response's end."""
-    response = row["chosen_ids"]
-    parts = [tokenizer.decode(ids) for ids in (row["prompt_ids"][-12:], response[:12], response[-6:])]
-    return "...{!r} | {!r} ... {!r}".format(*parts)
 
 
 def preflight(base: Scorer, config: Config, tokens: Dataset, tokenizer: PreTrainedTokenizerBase, size: int) -> None:

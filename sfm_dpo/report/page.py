@@ -160,10 +160,6 @@ def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...],
     return [(headings, rows) for headings, rows in tables if rows]
 
 
-def format_evaluation(evaluation: dict[str, Any]) -> str:
-    return "\n\n".join(format_table(rows, headings, "llrrrl") for headings, rows in evaluation_tables(evaluation))
-
-
 def _format_benchmark(row: dict[str, Any]) -> list[str]:
     """The cells of a benchmark's row; the standard error follows ±."""
     metric = row["metric"] if row["filter"] == "none" else f"{row['metric']}, {row['filter']}"

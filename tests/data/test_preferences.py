@@ -84,10 +84,8 @@ def mixture(tmp_path, entries, *cli):
         ((json.dumps([S, Q]), "a", json.dumps({"from": "gpt", "value": "b"})), WITH_SYSTEM),
         (("q", *JSON_ANSWERS), ("q", *JSON_ANSWERS)),  # answers that happen to be JSON
         # roles of another spelling
-        (
-            (None, [message("Human", "q"), message("Assistant:", "a")], [message("USER", "q"), message("bot", "b")]),
-            PLAIN,
-        ),
+        ((None, [message("Human", "q"), message("Assistant:", "a")], [Q, message("bot", "b")]), PLAIN),
+        ((None, [message("USER", "q"), A], [Q, B]), PLAIN),
         ((None, [message("System", "s"), message("prompter", "q"), A], [S, Q, message("model", "b")]), WITH_SYSTEM),
     ],
 )
@@ -426,11 +424,7 @@ def test_a_name_is_not_a_pattern(write_rows, tmp_path, monkeypatch, name):
         ("bad.parquet", b"PAR?", "bad.parquet: cannot be read"),
         ("pairs.csv", b"chosen,rejected\na,b\n", "pairs.csv: give .json, .jsonl or .parquet files"),
         ("one.jsonl", b'{"prompt": "q", "chosen": "a"}\n', "no column rejected; it has prompt, chosen"),
-        (
-            "ask.jsonl",
-            b'{"ask": "q", "chosen": "a", "rejected": "b"}\n',
-            "no prompt: answers alone need one in the col",
-        ),
+        ("ask.jsonl", b'{"ask": "q", "chosen": "a", "rejected": "b"}\n', "no prompt: answers alone need one in"),
         ("number.jsonl", b'{"chosen": 1, "rejected": [{"from": "gpt"}]}\n', r"malformed: no text, messages \(role"),
     ],
 )

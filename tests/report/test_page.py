@@ -130,6 +130,7 @@ def test_without_held_out_pairs_page_status_and_card_say_that_nothing_was_judged
     for text in (page_of(run).text, (run / "README.md").read_text(), format_summary(run)):
         assert "Not judged: no pairs were held out (eval_fraction)." in text and "earned" not in text
     assert describe_run(run, None, 0.0)["verdict"] == "not judged"
+    (run / "complete.json").unlink()
     save(run, "status.json", {"state": "stopped", "step": 29})
     assert describe_run(run, None, 0.0)["verdict"] is None
     assert "Not judged" not in page_of(run).text + format_summary(run)
