@@ -126,8 +126,12 @@ class SFMDPOTrainer(DPOTrainer):
         self.num_tokens = 0
         self.is_resumed = False
         self.step_0_checked = False
-        fit_deepspeed_buckets(config)
-        options = {"peft_config": lora_config(config, load_model_config(config))} | kwargs
+        model_config = load_model_config(config)
+        if args.deepspeed_plugin:  # before its engine is made
+            trained = meta_adapter(config, model_config) or meta_model(model_config)
+            deepspeed = args.deepspeed_plugin.deepspeed_config
+            deepspeed["zero_optimization"] = fit_buckets(deepspeed["zero_optimization"], trained)
+        options = {"peft_config": lora_config(config, model_config)} | kwargs
         building = user_input("building the trainer", "correct the field it names; for LoRA, lora_target_modules")
         # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: hashes all weights on each rank for
         # the cache of _precompute_ref_logps below: 22 s for 7B. Canary: test_canary_hash_module
@@ -195,10 +199,6 @@ class SFMDPOTrainer(DPOTrainer):
         for group in self.configured_groups:
             del group["params"]
         return optimizer
-
-    @property
-    def packed(self) -> bool:
-        return self.path is not None and self.path.packed
 
     @property
     def noise(self) -> float:
@@ -317,7 +317,7 @@ class SFMDPOTrainer(DPOTrainer):
         """Called for each micro-batch, including those of evaluation, preflight and reference pass."""
         if self.model.training:
             self.meter.add(inputs["counts"])
-        if not self.packed:  # only the packed forward takes them
+        if self.path is None or not self.path.packed:  # only the packed forward takes them
             inputs = {name: value for name, value in inputs.items() if name != "counts"}
         self.progress.begin_micro_batch(self.state.global_step, inputs)
         tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
@@ -572,15 +572,6 @@ def arguments_for_trl(args: TrainConfig, asked: Asked) -> TrainConfig:
         copying["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
     derived.accelerator_config = dataclasses.replace(args.accelerator_config, **copying)
     return derived
-
-
-def fit_deepspeed_buckets(config: Config) -> None:
-    """Limits DeepSpeed's buckets to what is trained (model/sharding.py), before its engine is made."""
-    if plugin := config.train.deepspeed_plugin:
-        model_config = load_model_config(config)
-        trained = meta_adapter(config, model_config) or meta_model(model_config)
-        zero = plugin.deepspeed_config["zero_optimization"]
-        plugin.deepspeed_config["zero_optimization"] = fit_buckets(zero, trained)
 
 
 def check_weights(config: Config) -> None:
