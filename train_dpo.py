@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from sfm_dpo.calibration.choose_micro_batch import calibrate
 from sfm_dpo.common.distributed import disable_deepspeed_shm, load_only_tensors, main_process_first, on_main_process
@@ -156,8 +156,6 @@ def train(trainer: SFMDPOTrainer, pairs: Pairs, before: Before) -> None:
     if guard:
         trainer.add_callback(guard)
     trainer.add_callback(stop)
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
     trainer.add_callback(ProgressLine())  # after the guard, which adds metrics to the log entry
     if trainer.config.train.profile_steps:
         trainer.add_callback(Profiler(*trainer.config.train.profile_steps))

@@ -24,7 +24,7 @@ from accelerate.utils import is_peft_model, load_fsdp_model, release_memory
 from datasets import Dataset
 from torch.utils import serialization
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer
 from trl.trainer import dpo_trainer
@@ -159,6 +159,8 @@ class SFMDPOTrainer(DPOTrainer):
             log.info("torch_compile: layers are compiled in their first forward and backward")
             for model in self._bare_models():
                 compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
+        self.remove_callback(PrinterCallback)  # train_dpo.py adds a ProgressLine
+        self.remove_callback(ProgressCallback)
         self.add_callback(self.meter)
         self.add_callback(self.progress)
 
