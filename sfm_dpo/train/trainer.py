@@ -536,8 +536,7 @@ def set_micro_batch(
     """Sets the fields of TRL's arguments that follow from the micro-batch; the others are recorded as `configured`."""
     args.per_device_train_batch_size = pairs
     args.gradient_accumulation_steps = accumulation
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    batch = {name: getattr(args, name) for name in names}
+    batch = {"per_device_train_batch_size": pairs, "gradient_accumulation_steps": accumulation}
     args.to_dict = functools.partial(dict, configured.to_dict() | batch)  # trackers such as W&B record it
     args.gradient_checkpointing = checkpoints
     args.activation_checkpointing = checkpoints
