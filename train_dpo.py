@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from sfm_dpo.calibration.choose_micro_batch import calibrate
 from sfm_dpo.common.distributed import disable_deepspeed_shm, load_only_tensors, main_process_first, on_main_process
@@ -33,18 +33,18 @@ from sfm_dpo.evaluation.eval_command import EvalCommand
 from sfm_dpo.health.guard import make_guard
 from sfm_dpo.health.preflight import preflight
 from sfm_dpo.hub.upload import PushCheckpoints, check_push
-from sfm_dpo.memory.asked import Asked, read_asked
+from sfm_dpo.memory.asked import read_asked
 from sfm_dpo.memory.host import check_host_memory
 from sfm_dpo.memory.planner import measure_optimizer
 from sfm_dpo.model.loading import identify_models, load_model_config, meta_adapter
 from sfm_dpo.model.sharding import checkpoint_bytes, model_bytes
 from sfm_dpo.run.checkpoint import check_disk, peak_checkpoint_count
-from sfm_dpo.run.facts import RunFacts
+from sfm_dpo.run.facts import ForwardPath, MicroBatch
 from sfm_dpo.run.model_files import find_folder
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.run.start import Before
 from sfm_dpo.train.base_model import BaseModel, base_model
-from sfm_dpo.train.callbacks import Profiler, Progress, ProgressLine, StopCallback
+from sfm_dpo.train.callbacks import Profiler, ProgressLine, StopCallback
 from sfm_dpo.train.reference_cache import add_reference, make_cache_folder, reference_root
 from sfm_dpo.train.trainer import SFMDPOTrainer, check_weights
 from sfm_dpo.training_run import TrainingRun, first_facts
@@ -75,13 +75,14 @@ def main(
             facts = first_facts(config, pairs, before)
             asked = read_asked(config, load_model_config(config), before)
             run.record(facts, config, pairs)
-            trainer = build_trainer(trainer_class, config, asked, pairs, tokenizer, run.progress)
+            data = {"train_dataset": pairs.train, "eval_dataset": pairs.held_out() or None}
+            trainer = trainer_class(config, asked, processing_class=tokenizer, progress=run.progress, **data)
             with base_model(trainer) as base:
                 check_space(trainer)
                 path, micro_batch, calibration = calibrate(base, pairs.train, asked, before)
                 facts = replace(facts, path=path, micro_batch=micro_batch, calibration=calibration)
                 run.record(facts)
-                describe_training(base, facts, pairs, before)
+                describe_training(base, path, micro_batch, pairs, before)
                 pairs, caches = add_reference(base, path, pairs)
                 facts = replace(facts, reference=caches)
                 run.record(facts)
@@ -115,28 +116,6 @@ def check_access(config: Config, before: Before) -> None:
         on_main_process(lambda: check_push(config, bool(before.checkpoint)))
 
 
-def build_trainer(
-    trainer_class: type[SFMDPOTrainer],
-    config: Config,
-    asked: Asked,
-    pairs: Pairs,
-    tokenizer: PreTrainedTokenizerBase,
-    progress: Progress,
-) -> SFMDPOTrainer:
-    """Loads the model."""
-    trainer = trainer_class(
-        config,
-        asked,
-        train_dataset=pairs.train,
-        eval_dataset=pairs.held_out() or None,
-        processing_class=tokenizer,
-        progress=progress,
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    return trainer
-
-
 def check_space(trainer: SFMDPOTrainer) -> None:
     """Checks that there is disk space for the checkpoints or, without any, for the model."""
     args = trainer.config.train
@@ -148,12 +127,11 @@ def check_space(trainer: SFMDPOTrainer) -> None:
     on_main_process(lambda: check_disk(args.output_dir, size, peak_checkpoint_count(args), model))
 
 
-def describe_training(base: BaseModel, facts: RunFacts, pairs: Pairs, before: Before) -> None:
+def describe_training(
+    base: BaseModel, path: ForwardPath, micro_batch: MicroBatch, pairs: Pairs, before: Before
+) -> None:
     """Logs what will be trained and how."""
     args = base.config.train
-    path = facts.path
-    micro_batch = facts.micro_batch
-    assert path and micro_batch
     accumulation = micro_batch.count_accumulation(args.global_batch_size, args.world_size)
     batch = f"{micro_batch.pairs} x {accumulation} accumulation x {args.world_size} process(es)"
     what = "checking" if args.preflight_only else f"training {args.output_dir}"

@@ -86,11 +86,9 @@ def keeps_micro_batch(args: TrainConfig, asked: Asked, before: Before) -> bool:
     was = before.facts.micro_batch
     if was is None:
         return False
-    found = before.facts.calibration
-    size = found.measured_bytes or found.planned_bytes
+    size = before.facts.calibration.measured_bytes or before.facts.calibration.planned_bytes
     if size and size > find_limit(args, asked):
-        how = "measured" if found.measured_bytes else "planned"
-        log.info(f"the settings of {before.checkpoint} were {how} at {size / 2**30:.2f} GiB: others are chosen")
+        log.info(f"the settings of {before.checkpoint} need {size / 2**30:.2f} GiB: others are chosen")
         return False
     return asked.pairs in (None, was.pairs) and asked.layers in (None, was.checkpointed_layers)
 

@@ -332,8 +332,7 @@ class Comparison:
 
     def run_attention(self, kernel: str) -> None:
         """Forward and backward of attention alone; waits for no other rank."""
-        options: dict[str, Any] = {"device": self.base.device, "dtype": torch.bfloat16, "requires_grad": True}
-        states = torch.randn(1, 1, WINDOW, 64, **options)
+        states = torch.randn(1, 1, WINDOW, 64, device=self.base.device, dtype=torch.bfloat16, requires_grad=True)
         bounds = boundary_arguments(torch.tensor([0, WINDOW], dtype=torch.int32, device=self.base.device), WINDOW)
         with self.base.computing(ForwardPath(True, False, kernel)):
             packed_attention_forward(torch.nn.Identity(), states, states, states, None, **bounds)[0].sum().backward()

@@ -61,9 +61,7 @@ class TraceError(UserError):
     """A model cannot be traced, for the reason that the message gives; it may still train."""
 
 
-def trace_activations(
-    config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, keys: float = 1.0
-) -> Activations:
+def trace_activations(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, keys: float) -> Activations:
     """Activations of the backbone, without the LM head. `keys`: for each computed token, 1 in packed rows, more where
     they share prompts, 0 in padded rows. If the model has no gradient checkpointing, `checkpointing` changes nothing.
     Raises TraceError, whatever the model's code raises."""
@@ -81,7 +79,7 @@ def _trace(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, ke
     if dtype == torch.float32 and count_experts(text):
         half = _trace(config, torch.bfloat16, checkpointing, keys)  # products over experts need 16 bit
         return Activations(2 * half.saved, 2 * half.peak)
-    counts = count_kinds(text)
+    counts = Counter(getattr(text, "layer_types", None) or ["block"] * text.num_hidden_layers)
     base = TRACED_RECURRENT_TOKENS if "linear_attention" in counts else TRACED_TOKENS
     totals = []
     for tokens in (base, 2 * base):
@@ -96,10 +94,6 @@ def _trace(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, ke
     fixed = totals[0] - per_token * base
     saved, peak = np.stack([fixed, per_token], axis=1)
     return Activations(saved, peak)
-
-
-def count_kinds(config: PretrainedConfig) -> Counter[str]:
-    return Counter(getattr(config, "layer_types", None) or ["block"] * config.num_hidden_layers)
 
 
 def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu: bool) -> int:
@@ -164,9 +158,7 @@ def _trace_bytes(
         return np.array([saved - weights, live.peak - weights], dtype=float)
 
 
-def build_backbone(
-    config: PretrainedConfig, dtype: torch.dtype, kinds: list[str], packed: bool = True
-) -> PreTrainedModel:
+def build_backbone(config: PretrainedConfig, dtype: torch.dtype, kinds: list[str], packed: bool) -> PreTrainedModel:
     """The model with a block for each kind, if `packed` attention by the GPU's kernel, and a small vocabulary."""
     config = copy.deepcopy(config)
     text = config.get_text_config()

@@ -57,9 +57,7 @@ def load_model_config(config: Config) -> PretrainedConfig:
         is_known = declared.get("model_type") in CONFIG_MAPPING
         if "auto_map" in declared and (config.train.trust_remote_code or not is_known):
             remedy = "remove trust_remote_code" if is_known else "choose a model of a type that Transformers has"
-            raise UserError(
-                f"{what}: config.json names its own code (auto_map), which cannot be trained here; {remedy}"
-            )
+            raise UserError(f"{what}: config.json names its own code (auto_map), which is not supported; {remedy}")
         options = {"revision": revision, "trust_remote_code": config.train.trust_remote_code}
         model_config = AutoConfig.from_pretrained(base, **options)
         text = model_config.get_text_config()

@@ -130,9 +130,7 @@ def model_bytes(model: PreTrainedModel | PeftModel, is_fsdp: bool = False) -> in
     return sum(numel(p) * (4 if is_fsdp or is_adapter else p.element_size()) for p in written)
 
 
-def checkpoint_bytes(
-    model: PreTrainedModel | PeftModel, zero_stage: int = 0, is_fsdp: bool = False, state: float = 8.0
-) -> int:
+def checkpoint_bytes(model: PreTrainedModel | PeftModel, zero_stage: int, is_fsdp: bool, state: float) -> int:
     """Size of a checkpoint: the model; the optimizer's state, `state` bytes for each trained weight; the ranks' fp32
     weights under ZeRO and FSDP2; below ZeRO-3 all weights a second time, in DeepSpeed's mp_rank_00_model_states.pt."""
     again = model_bytes(model) if zero_stage in (1, 2) else 0

@@ -159,9 +159,7 @@ def _find_remedy(name: str, launches: dict[str, Any]) -> str:
     """What to change where a launch does not fit: its setting, or else the launch, or else the run."""
     for other in (name, *launches):
         if options := launches[other]["fitting"]:
-            host = launches[other]["host"]
-            memory = f" and {host / 2**30:.0f} GiB of host memory for each GPU" if host else ""
-            return f"LAUNCH={other} fits with {options}{memory}"
+            return f"LAUNCH={other} fits with {options}"
     return "use more GPUs (--num_gpus), a shorter max_length or LoRA (use_peft: true)"
 
 

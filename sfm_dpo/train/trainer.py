@@ -24,7 +24,7 @@ from accelerate.utils import is_peft_model, load_fsdp_model, release_memory
 from datasets import Dataset
 from torch.utils import serialization
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer
 from trl.trainer import dpo_trainer
@@ -126,8 +126,12 @@ class SFMDPOTrainer(DPOTrainer):
         self.num_tokens = 0
         self.is_resumed = False
         self.step_0_checked = False
-        fit_deepspeed_buckets(config)
-        options = {"peft_config": lora_config(config, load_model_config(config))} | kwargs
+        model_config = load_model_config(config)
+        if args.deepspeed_plugin:  # before its engine is made
+            trained = meta_adapter(config, model_config) or meta_model(model_config)
+            deepspeed = args.deepspeed_plugin.deepspeed_config
+            deepspeed["zero_optimization"] = fit_buckets(deepspeed["zero_optimization"], trained)
+        options = {"peft_config": lora_config(config, model_config)} | kwargs
         building = user_input("building the trainer", "correct the field it names; for LoRA, lora_target_modules")
         # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: hashes all weights on each rank for
         # the cache of _precompute_ref_logps below: 22 s for 7B. Canary: test_canary_hash_module
@@ -155,6 +159,8 @@ class SFMDPOTrainer(DPOTrainer):
             log.info("torch_compile: layers are compiled in their first forward and backward")
             for model in self._bare_models():
                 compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
+        self.remove_callback(PrinterCallback)  # train_dpo.py adds a ProgressLine
+        self.remove_callback(ProgressCallback)
         self.add_callback(self.meter)
         self.add_callback(self.progress)
 
@@ -195,10 +201,6 @@ class SFMDPOTrainer(DPOTrainer):
         for group in self.configured_groups:
             del group["params"]
         return optimizer
-
-    @property
-    def packed(self) -> bool:
-        return self.path is not None and self.path.packed
 
     @property
     def noise(self) -> float:
@@ -317,7 +319,7 @@ class SFMDPOTrainer(DPOTrainer):
         """Called for each micro-batch, including those of evaluation, preflight and reference pass."""
         if self.model.training:
             self.meter.add(inputs["counts"])
-        if not self.packed:  # only the packed forward takes them
+        if self.path is None or not self.path.packed:  # only the packed forward takes them
             inputs = {name: value for name, value in inputs.items() if name != "counts"}
         self.progress.begin_micro_batch(self.state.global_step, inputs)
         tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
@@ -534,8 +536,7 @@ def set_micro_batch(
     """Sets the fields of TRL's arguments that follow from the micro-batch; the others are recorded as `configured`."""
     args.per_device_train_batch_size = pairs
     args.gradient_accumulation_steps = accumulation
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    batch = {name: getattr(args, name) for name in names}
+    batch = {"per_device_train_batch_size": pairs, "gradient_accumulation_steps": accumulation}
     args.to_dict = functools.partial(dict, configured.to_dict() | batch)  # trackers such as W&B record it
     args.gradient_checkpointing = checkpoints
     args.activation_checkpointing = checkpoints
@@ -572,15 +573,6 @@ def arguments_for_trl(args: TrainConfig, asked: Asked) -> TrainConfig:
         copying["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
     derived.accelerator_config = dataclasses.replace(args.accelerator_config, **copying)
     return derived
-
-
-def fit_deepspeed_buckets(config: Config) -> None:
-    """Limits DeepSpeed's buckets to what is trained (model/sharding.py), before its engine is made."""
-    if plugin := config.train.deepspeed_plugin:
-        model_config = load_model_config(config)
-        trained = meta_adapter(config, model_config) or meta_model(model_config)
-        zero = plugin.deepspeed_config["zero_optimization"]
-        plugin.deepspeed_config["zero_optimization"] = fit_buckets(zero, trained)
 
 
 def check_weights(config: Config) -> None:

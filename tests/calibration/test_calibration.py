@@ -127,11 +127,8 @@ def test_a_path_that_is_asked_for_is_used_by_a_run_that_goes_on(train, tmp_path,
     run.mkdir()
     (run / STOP).touch()
     code, _, _ = train("run", **saved)
-    assert code == 75 and read_file(run / "data.json")["path"] == {
-        "packed": True,
-        "prefix_sharing": True,
-        "kernel": "fa2",
-    }
+    path = read_file(run / "data.json")["path"]
+    assert code == 75 and path == {"packed": True, "prefix_sharing": True, "kernel": "fa2"}
     _, expected, _ = train("uninterrupted", **saved)
     for name, start in (("other", run / "checkpoint-1"), ("run", None)):
         capsys.readouterr()

@@ -93,7 +93,7 @@ def test_memory_of_a_real_run_is_within_15_percent(tmp_path, tiny_folder, write_
     tokens = 2 * 2 * 192  # two pairs, both sequences of each cut to max_length
     head = head_bytes(config, tokens, torch.float32, on_gpu=False)
     for name, checkpointing in (("on", True), ("off", False)):
-        planned = states + trace_activations(config, torch.float32, checkpointing).peak_bytes(tokens, head)
+        planned = states + trace_activations(config, torch.float32, checkpointing, 1.0).peak_bytes(tokens, head)
         assert planned == pytest.approx(measured[name], rel=0.15), name
     assert measured["off"] > 1.3 * measured["on"], "activations must be worth measuring"
 
@@ -113,7 +113,7 @@ def test_the_plan_is_a_trace_of_all_layers_at_24000_tokens(name, checkpointing):
     config = AutoConfig.from_pretrained(PROJECT / "bench/shapes" / name)
     kinds = getattr(config, "layer_types", None) or ["block"] * config.num_hidden_layers
     traced = _trace_bytes(config, torch.bfloat16, checkpointing, list(kinds), 24_000)
-    plan = trace_activations(config, torch.bfloat16, checkpointing)
+    plan = trace_activations(config, torch.bfloat16, checkpointing, 1.0)
     planned = [plan.saved @ [1, 24_000], plan.peak @ [1, 24_000]]
     assert planned == pytest.approx(traced.tolist(), rel=0.05)
     if not checkpointing and name in UNITS:
@@ -126,7 +126,7 @@ def test_the_plan_is_a_trace_of_all_layers_at_24000_tokens(name, checkpointing):
 def test_the_plan_of_some_checkpointed_layers_is_their_trace(count):
     config = AutoConfig.from_pretrained(PROJECT / "bench/shapes/gpt_neox_6.9b", num_hidden_layers=8)
     traced = _trace_bytes(config, torch.bfloat16, count / 8, ["block"] * 8, 24_000)
-    all_and_none = [trace_activations(config, torch.bfloat16, checkpointing) for checkpointing in (True, False)]
+    all_and_none = [trace_activations(config, torch.bfloat16, checkpointing, 1.0) for checkpointing in (True, False)]
     plan = Activations.mix(*all_and_none, count / 8)
     assert [plan.saved @ [1, 24_000], plan.peak @ [1, 24_000]] == pytest.approx(traced.tolist(), rel=0.001)
 
@@ -157,5 +157,5 @@ def test_the_plan_of_recurrent_layers_is_a_trace_of_transformers_own_code(share)
     config.num_hidden_layers = 4
     config.layer_types = [*3 * ["linear_attention"], "full_attention"]
     traced = _trace_bytes(config, torch.bfloat16, share, config.layer_types, 4096)
-    plan = trace_activations(config, torch.bfloat16, bool(share))
+    plan = trace_activations(config, torch.bfloat16, bool(share), 1.0)
     assert [plan.saved @ [1, 4096], plan.peak @ [1, 4096]] == pytest.approx(traced.tolist(), rel=0.05)

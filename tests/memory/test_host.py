@@ -9,7 +9,7 @@ from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.memory.host import check_host_memory, host_bytes
 from sfm_dpo.model.loading import load_model_config, meta_model
-from tests.offload import make_engine
+from tests.offload import FILES, make_engine
 from tests.tiny_models import tiny_model
 
 
@@ -32,9 +32,8 @@ def test_deepspeed_allocates_what_is_planned(process_group, itemsize):
     assert found[0] == found[1] == pytest.approx(host_bytes(model, model, 1, itemsize) - copied, rel=0.01)
 
 
-@pytest.mark.parametrize("file", ["accelerate_config.yaml", "configs/accelerate/offload.yaml"])
-def test_a_model_whose_optimizer_is_too_large_for_the_host_is_refused(monkeypatch, file):
-    deepspeed = {"accelerate_config.yaml": "ds_config.json"}.get(file, "configs/accelerate/ds_offload.json")
+@pytest.mark.parametrize("deepspeed", FILES.values())
+def test_a_model_whose_optimizer_is_too_large_for_the_host_is_refused(monkeypatch, deepspeed):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(PROJECT / deepspeed))
     argv = ["--dataset_name=d", "--use_cpu", "--bf16", "--model_name_or_path"]
@@ -42,7 +41,7 @@ def test_a_model_whose_optimizer_is_too_large_for_the_host_is_refused(monkeypatc
     lora = ["--use_peft", "--lora_target_modules=all-linear"]
     check_host_memory(parse_config([*argv, str(PROJECT / "bench/shapes/olmo2_1b"), *lora], world_size=1))
     config = parse_config([*argv, shape], world_size=1)
-    if deepspeed == "ds_config.json":
+    if deepspeed == FILES["zero2"]:
         check_host_memory(config)
         return
     model = meta_model(load_model_config(config))

@@ -1,7 +1,6 @@
 """Which layers are checkpointed; DeepSpeed's buckets hold the largest tensor of every shape."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,9 +61,8 @@ def test_steps_with_the_optimizer_on_the_host_are_those_of_zero2(process_group):
     nan = float("nan")
     steps = [(True, 1), (False, 1), (True, nan), (False, nan), (False, 1), (True, 1)]
 
-    def end_step(engine):
-        wrapped = SimpleNamespace(optimizer=engine.optimizer)  # as accelerate does
-        OffloadCallback().on_step_end(None, None, None, optimizer=wrapped)
+    def end_step(engine):  # which has an attribute `optimizer`, as accelerate's wrapper does
+        OffloadCallback().on_step_end(None, None, None, optimizer=engine)
 
     skipped, weights = train_engine("offload", steps, end_step)
     assert (skipped, weights) == train_engine("zero2", steps)
@@ -92,6 +90,6 @@ def test_moments_of_a_resumed_run_are_no_longer_files_when_it_begins(process_gro
     (state,) = engine.optimizer.optimizer.state.values()
     before = state["exp_avg"].clone()
     assert is_mapped(state["exp_avg"], file) and before.abs().max() > 0
-    OffloadCallback().on_train_begin(None, None, None, optimizer=SimpleNamespace(optimizer=engine.optimizer))
+    OffloadCallback().on_train_begin(None, None, None, optimizer=engine)
     assert not any(is_mapped(tensor, file) for tensor in state.values())
     assert torch.equal(state["exp_avg"], before)

@@ -80,7 +80,7 @@ def test_a_7b_model_trains_on_one_gpu_with_its_optimizer_on_the_host(plan_of, sh
     seconds = 3600 * offload["host_hours"] / plan["batch"]["steps"]
     assert seconds == pytest.approx((6 / 6e9 + 42 / 1e11) * plan["model"]["trained"])
     text = format_plan(plan)
-    assert re.search(rf"\nzero2 does not fit; LAUNCH=offload fits with .* and {host} GiB of host memory", text)
+    assert "\nzero2 does not fit; LAUNCH=offload fits with --" in text
     assert re.search(rf"\n  host memory +- +- +- +{offload['host'] / 2**30:.1f}\n", text)
 
 

@@ -156,14 +156,14 @@ def test_a_run_without_checkpoints_needs_room_for_its_model(tmp_path, monkeypatc
 def test_size_of_a_checkpoint_is_that_of_weights_and_optimizer():
     model = tiny_model("llama", num_hidden_layers=1)
     count = sum(p.numel() for p in model.parameters())
-    assert checkpoint_bytes(model) == count * (4 + 8)
-    assert checkpoint_bytes(model, is_fsdp=True) == checkpoint_bytes(model, zero_stage=3) == count * (4 + 12)
-    assert checkpoint_bytes(model, zero_stage=3, state=4.0) == count * (4 + 8)
-    assert checkpoint_bytes(model.bfloat16(), zero_stage=2) == count * (2 + 2 + 12)
+    assert checkpoint_bytes(model, 0, False, 8.0) == count * (4 + 8)
+    assert checkpoint_bytes(model, 0, True, 8.0) == checkpoint_bytes(model, 3, False, 8.0) == count * (4 + 12)
+    assert checkpoint_bytes(model, 3, False, 4.0) == count * (4 + 8)
+    assert checkpoint_bytes(model.bfloat16(), 2, False, 8.0) == count * (2 + 2 + 12)
     frozen = model.lm_head.weight.requires_grad_(False)
-    assert checkpoint_bytes(model) == 2 * count + 8 * (count - frozen.numel())
+    assert checkpoint_bytes(model, 0, False, 8.0) == 2 * count + 8 * (count - frozen.numel())
     adapter = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))  # only what is trained is saved
-    assert checkpoint_bytes(adapter) == adapter.num_parameters(only_trainable=True) * (4 + 8)
+    assert checkpoint_bytes(adapter, 0, False, 8.0) == adapter.num_parameters(only_trainable=True) * (4 + 8)
 
 
 def test_checkpoints_at_one_time():
