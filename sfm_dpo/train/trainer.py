@@ -580,7 +580,7 @@ def check_weights(config: Config) -> None:
     the names and shapes of weights. Adapters are left to the loading."""
     with patch("transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref", None):  # ZeRO-3 would shard them
         for part in config.parts:
-            if not read_adapter(part.model.model_name_or_path):
+            if not read_adapter(part.model.model_name_or_path, part.revision):
                 load_configured_model(part, device_map="meta")
 
 
