@@ -163,8 +163,8 @@ def test_a_micro_batch_that_does_not_fit_is_a_line_that_names_a_smaller_setting(
 
 
 def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
-    live = "--precompute_ref_log_probs=false"
-    trainer = make_trainer(tiny_folder("olmo3"), tmp_path, "--max_steps=1", live, "--checkpointed_layers=2")
+    cli = "--max_steps=1", "--warmup_steps=0", "--precompute_ref_log_probs=false", "--checkpointed_layers=2"
+    trainer = make_trainer(tiny_folder("olmo3"), tmp_path, *cli)
     trainer.eval_dataset = trainer.train_dataset
 
     def checkpointed():

@@ -28,7 +28,8 @@ from tests.project import SOURCE, link, make_project
 
 # Run elsewhere, or not ours to run
 ELSEWHERE = {
-    r"make (test|setup|lint|lock|check|test-grid|upgrade)|([A-Z]+=\S+ )?(python -m )?pytest .*": "how tests are run",
+    r"make (test|setup|lint|lock|check|test-grid|transformers4|upgrade)": "how tests are run",
+    r"([A-Z]+=\S+ )?(python -m )?pytest .*": "tests",
     r"python scripts/status.py --stop outputs/.*": "tests/run/test_status.py: of a run that runs",
     r"make demo": "README.md marks it: 4 minutes",
     r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*": "tests/slurm/test_submit.py",
@@ -74,6 +75,8 @@ def template(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project)
         assert train_dpo.main(["--config", "recipes/think.yaml", "--save_steps", "2"]) == 0
+        lora = ["--use_peft", "true", "--output_dir", "outputs/lora"]
+        assert train_dpo.main(["--config", "recipes/think.yaml", *lora]) == 0
     outputs = project / "outputs"
     for name in ("low", "high", "sweep", "round-1"):
         shutil.copytree(outputs / "dpo", outputs / name)

@@ -234,7 +234,7 @@ class Fault:
             ballast.rename(first / ballast.name)
         has_begun = {
             "tokenisation": (run.folder / ".lock").exists,
-            "reference pass": lambda: len(shards(self.place)) >= 12 * wanted,
+            "reference pass": lambda: len(shards(self.place)) >= 3 * wanted,
             "preflight": lambda: "the largest micro-batch has" in run.log,
             "step": lambda: f"step {2 * wanted - 1}/" in run.log,
             "saving": is_saving,

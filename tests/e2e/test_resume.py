@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_stop_file_during_the_reference_pass_keeps_its_shards(place, uninterrupt
     assert (run.status["step"], run.status["checkpoint"]) == (0, None)
 
     again = train_here("reference", hf_home=apart.hf_home)
-    assert f"reference log-probs of the train pairs: {len(kept)} of 64 shards" in again.log
+    assert re.search(rf"reference log-probs of the train pairs: {len(kept)} of \d+ shards", again.log)
     assert kept.items() <= shards(apart).items(), "a shard was computed twice"
     assert_same_run(again, uninterrupted(1))
 
