@@ -96,7 +96,10 @@ def has_balancing_loss(given: float | None, model_config: PretrainedConfig) -> b
 def find_adapter(name: str, revision: str | None) -> Path | None:
     """The folder of a LoRA adapter, such as a run or its checkpoint, or a copy of one on the Hub, in its cache; None
     for a model."""
-    file = find_adapter_config_file(name, revision=revision)
+    try:
+        file = find_adapter_config_file(name, revision=revision)
+    except OSError:  # neither a folder nor on the Hub, which what loads the model says
+        return None
     if not file or Path(name).is_dir():
         return file and Path(file).parent
     return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns="*/*"))
