@@ -108,9 +108,10 @@ def list_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of Transformers 4 that mean what `rope_parameters` of Transformers 5 says; none if they cannot."""
     by_layer = config.get("rope_parameters") or {}
     rope = by_layer.get("full_attention", by_layer)
-    sliding = by_layer.get("sliding_attention") or rope
-    is_plain = sliding is rope or sliding["rope_type"] == "default"
-    if "rope_theta" not in rope or not is_plain:
+    sliding = by_layer.get("sliding_attention", rope)
+    if not all(part and "rope_theta" in part for part in (rope, sliding)):  # None: these layers have no RoPE
+        return {}
+    if sliding is not rope and sliding.get("rope_type", "default") != "default":
         return {}
     names = {name: name for name in ("rope_theta", "partial_rotary_factor")}
     if config["model_type"].startswith("gpt_neox"):

@@ -103,6 +103,7 @@ LINEAR_4 = {"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor":
         ("phi3", LONG | DEFAULT | {"rope_type": "longrope", "original": 9}, {"rope_theta": 5.0, "rope_scaling": LONG}),
         ("gemma3_text", BY_LAYER, LINEAR_4 | {"rope_local_base_freq": 5.0}),
         ("new", {"full_attention": DEFAULT, "sliding_attention": LINEAR}, {}),  # no field of Transformers 4 says this
+        ("beam", {"full_attention": None, "sliding_attention": DEFAULT}, {}),  # some layers have no RoPE
         ("gpt2", None, {}),
     ],
 )
