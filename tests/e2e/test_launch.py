@@ -49,7 +49,7 @@ def test_stopped_and_resumed_it_is_the_run_of_one_process(place, train_here, tmp
 
     mine = shards(apart)
     theirs = shards(alone)
-    assert len(mine) == len(theirs) > 20
+    assert len(mine) == len(theirs) > 5
     for path, other in zip(mine, theirs, strict=True):
         assert path.parts[-2:] == other.parts[-2:]  # the cache's key and the shard
         found = load_file(path)
