@@ -81,7 +81,7 @@ def calibrate(
 
 
 def keeps_micro_batch(args: TrainConfig, asked: Asked, before: Before) -> bool:
-    """Whether a run goes on with the micro-batch of the run that it resumes from: there is one, no other is asked for,
+    """Whether a run keeps the micro-batch of the run that it resumes from: there is one, no other is asked for,
     and the memory that it took is there. All ranks must call it."""
     was = before.facts.micro_batch
     if was is None:
@@ -162,8 +162,8 @@ def plan_memory(base: BaseModel, tokens: Dataset, path: ForwardPath, asked: Aske
     lengths = Lengths.of(tokens).truncate(args.max_length)
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     packing = (path.packed, path.prefix_sharing)
-    on_gpu = not args.use_cpu
-    planner = MemoryPlanner(base.config, model_config, asked, lengths, args.world_size, *packing, dtype, on_gpu=on_gpu)
+    options: dict[str, Any] = {"dtype": dtype, "on_gpu": not args.use_cpu, "launch": launch_name()}
+    planner = MemoryPlanner(base.config, model_config, asked, lengths, args.world_size, *packing, **options)
     try:
         _ = planner.activations
     except TraceError as error:
@@ -172,12 +172,10 @@ def plan_memory(base: BaseModel, tokens: Dataset, path: ForwardPath, asked: Aske
             raise UserError(f"{reason}; set per_device_train_batch_size and gradient_checkpointing") from error
         log.info(f"{reason}; one pair is measured first")
         planner.guess_activations()
-    launch = launch_name()
-    planner.is_offload = launch == "offload"
     zero = args.deepspeed_plugin.deepspeed_config["zero_optimization"] if args.deepspeed_plugin else {}
-    parts = planner.states(launch, zero)
+    parts = planner.states(zero)
     absent = parts["gradients"] + parts["optimizer"] + parts["buffers"]
-    if args.use_cpu and planner.is_offload:
+    if args.use_cpu and planner.launch == "offload":
         absent += planner.host_bytes()
     absent = max(0, absent - base.freed_bytes())
     # On a CPU weights, a live reference and the rest of the process are there

@@ -58,7 +58,7 @@ class KernelError(Exception):
 
 
 def keeps_path(asked: Asked, before: Before, broken: Collection[str] = ()) -> bool:
-    """Whether a run goes on with the path of the run that it resumes from."""
+    """Whether a run keeps the path of the run that it resumes from."""
     path = before.facts.path
     return path is not None and asked.allows(path) and path.kernel not in broken
 

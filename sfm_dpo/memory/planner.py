@@ -103,7 +103,7 @@ class MemoryPlanner:
     dtype: torch.dtype = torch.bfloat16
     on_gpu: bool = True
     is_traced: bool = True  # otherwise activations are guessed
-    is_offload: bool = False  # whether the optimizer is on the host
+    launch: str = "none"  # of LAUNCHES, or none: also DDP
 
     def __post_init__(self) -> None:
         self.model = meta_model(self.model_config)
@@ -150,14 +150,15 @@ class MemoryPlanner:
         stored = Activations(np.array([0, 17 * layers * unit]), np.array([0, 17 * layers * unit]))
         self.activations = checkpointed, stored
 
-    def states(self, launch: str, zero: dict[str, Any]) -> dict[str, int]:
+    def states(self, zero: dict[str, Any]) -> dict[str, int]:
         """Bytes on each GPU for weights, gradients, the optimizer's state, buffers, and a live reference model.
 
-        `launch`: zero2 and zero3 as in DeepSpeed's estimators, with `zero`, its `zero_optimization`; fsdp2: fp32, and
-        as buffers 16-bit copies of two gathered blocks, their gradients, and the embedding or head; none (also DDP):
-        unsharded, in the model's own dtype, autocast's 16-bit copy of the weights, and DDP's gradient buckets.
+        zero2 and zero3 as in DeepSpeed's estimators, with `zero`, its `zero_optimization`; fsdp2: fp32, and as buffers
+        16-bit copies of two gathered blocks, their gradients, and the embedding or head; none: unsharded, in the
+        model's own dtype, autocast's 16-bit copy of the weights, and DDP's gradient buckets.
         offload: zero2 without its optimizer, which `host_bytes` counts, and with a buffer for a gradient.
         """
+        launch = self.launch
         gpus = self.gpus
         size = self.dtype.itemsize
         total = self.parameters + (self.trained if self.adapter else 0)
@@ -208,7 +209,7 @@ class MemoryPlanner:
         layers = self.model_config.get_text_config().num_hidden_layers
         # DeepSpeed's copy of a rank's gradients, after activations are freed. On the host it takes nothing here, but
         # before training weights were converted to fp32 on the GPU, 2 bytes more than the gradients that follow
-        update = (2 if self.is_offload else 4) * self.trained // self.gpus
+        update = (2 if self.launch == "offload" else 4) * self.trained // self.gpus
         fixed = FIXED_TOKENS / self.lengths.computed(self.prefix_sharing).mean() if self.on_gpu else 0.0
         candidates = []
         for pairs, (tokens, responses) in self.micro_batches.items():

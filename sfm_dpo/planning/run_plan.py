@@ -76,9 +76,10 @@ class Planner:
     def plan_launch(self, launch: str) -> dict[str, Any]:
         """Memory on each GPU and, for its optimizer, of the host; the requested setting or the one that a run chooses
         (the smallest if none fits); hours that updates on the host take; the size of a checkpoint."""
-        is_offload = self.memory.is_offload = launch == "offload"
+        self.memory.launch = launch
+        is_offload = launch == "offload"
         trained = self.memory.adapter or self.memory.model
-        states = self.memory.states(launch, fit_buckets(zero_config(launch), trained))
+        states = self.memory.states(fit_buckets(zero_config(launch), trained))
         choice = self.memory.choose(self.limit, sum(states.values()))
         stage = {"zero2": 2, "zero3": 3, "offload": 2}.get(launch, 0)
         state = measure_optimizer(self.args, is_flat=stage > 0)

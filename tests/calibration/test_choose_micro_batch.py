@@ -83,8 +83,8 @@ def test_the_first_try_is_right_where_the_plan_is_and_the_best_is_always_found(r
     config = parse_config(short_run(options), gpus, training=False)
     lengths = read_lengths(PROJECT / f"bench/shapes/{data}_lengths.json").select(np.arange(20_000))
     run = Planner(config, load_model_config(config), lengths, "H100", gpus)
-    launch = run.memory.states("zero2", fit_buckets(zero_config("zero2"), run.memory.model))
-    states = sum(launch.values())
+    run.memory.launch = "zero2"
+    states = sum(run.memory.states(fit_buckets(zero_config("zero2"), run.memory.model)).values())
     for ratio in (0.9, 0.95, 0.99, 1.0, 1.01, 1.05, 1.1, 1.15, 1.2):
         found, size, tried = find(run.memory, run.limit, states, lambda _, ratio=ratio: ratio)
         fitting = [each for each in run.memory.list_candidates(states, ratio) if each.bytes <= run.limit]

@@ -141,9 +141,9 @@ def test_the_plan_is_what_a_gpu_took(layers, checkpointed, tokens, gib):
     shape = AutoConfig.from_pretrained(PROJECT / "bench/shapes/gpt_neox_6.9b", num_hidden_layers=layers)
     lengths = read_lengths(PROJECT / "bench/shapes/dolci_think_lengths.json").truncate(8192, 4096)
     config = configuration(f"--checkpointed_layers={checkpointed}")
-    planner = MemoryPlanner(config, shape, read_asked(config, shape), lengths, 1, True, True)
+    planner = MemoryPlanner(config, shape, read_asked(config, shape), lengths, 1, True, True, launch="zero2")
     planner.micro_batches = {1: (tokens, tokens)}
-    states = planner.states("zero2", fit_buckets(zero_config("zero2"), planner.model))
+    states = planner.states(fit_buckets(zero_config("zero2"), planner.model))
     chosen = planner.choose(0, sum(states.values()))
     assert chosen.bytes / 2**30 == pytest.approx(gib, rel=0.005)
 

@@ -91,14 +91,15 @@ def test_the_optimizer_takes_what_its_own_state_takes(optim, of_matrix, of_parti
     planner = plan_memory(configuration(f"--optim={optim}"))
     expected = {"zero2": (4 + of_partition) / 4, "zero3": (4 + of_partition) / 4, "fsdp2": of_matrix / 4}
     for launch, size in (expected | {"none": of_matrix}).items():
-        assert planner.states(launch, {})["optimizer"] == int(size * planner.trained), launch
+        planner.launch = launch
+        assert planner.states({})["optimizer"] == int(size * planner.trained), launch
 
 
 def test_an_optimizer_that_is_not_installed_here_is_planned_as_adamw(caplog):
     with caplog.at_level("INFO"):
         planner = plan_memory(configuration())
         planner.config.train.optim = OptimizerNames.GROKADAMW
-        assert planner.states("none", {})["optimizer"] == 8 * planner.trained
+        assert planner.states({})["optimizer"] == 8 * planner.trained
     assert "optim grokadamw: planned as AdamW, because it cannot be measured here: " in caplog.text
 
 
@@ -107,7 +108,7 @@ def test_weights_that_nothing_shards_are_held_in_their_own_dtype(dtype, size):
     """Autocast copies those that are not in 16 bit."""
     config = configuration(f"--dtype={dtype}", "--use_peft=true", "--lora_target_modules=all-linear")
     planner = plan_memory(config, hidden_size=128)  # computes in bf16
-    weights = planner.states("none", {})["weights"]
+    weights = planner.states({})["weights"]
     assert weights == size * (planner.parameters + planner.trained)
 
 

@@ -24,13 +24,15 @@ def test_buckets_of_a_lora_run_are_planned_and_as_large_as_its_gradients(tmp_pat
 
     shape = AutoConfig.from_pretrained(place.model)
     config = parse_config(argv)
-    planner = MemoryPlanner(config, shape, read_asked(config, shape), None, 2, True, True, torch.bfloat16)
+    planner = MemoryPlanner(
+        config, shape, read_asked(config, shape), None, 2, True, True, torch.bfloat16, launch="zero2"
+    )
     fitted = fit_buckets(zero_config("zero2"), planner.adapter)
     assert fitted["reduce_bucket_size"] == planner.trained
     for name, zero in (("full", zero_config("zero2")), ("fitted", fitted)):
         found = json.loads((tmp_path / name / "buffers.json").read_text())
         assert found["buckets"] == 2 * 2 * zero["reduce_bucket_size"]  # two, in bf16
-        planned = planner.states("zero2", zero)
+        planned = planner.states(zero)
         assert found["buckets"] + found["reduction"] == planned["buffers"] + planned["gradients"], name
     runs = [logged(tmp_path / name) for name in ("full", "fitted")]
     assert runs[0] == runs[1] and runs[0][0]["loss"] != runs[0][-1]["loss"]
