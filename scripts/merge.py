@@ -6,6 +6,7 @@
 The sum is computed in fp32 and saved in the base model's dtype (save_dtype of the run).
 """
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def main(argv: list[str]) -> None:
     if folder.exists():
         raise UserError(f"--output_dir {folder}: exists; choose another, or remove it")
     partial = folder.with_name(f".{folder.name}.partial")  # the folder appears complete or not at all
+    shutil.rmtree(partial, ignore_errors=True)  # of a merge that was killed
     load_model(str(adapter.folder), {"dtype": "float32"}).save_pretrained(partial)
     copy_tokenizer(adapter.folder, partial)
     base = find_folder(*find_base(str(adapter.folder), None))
