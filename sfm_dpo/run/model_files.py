@@ -1,4 +1,4 @@
-"""The files of a saved model, as readers of its base load them: Transformers 4 and 5, vLLM, llama.cpp, mlx-lm."""
+"""The files of a saved model, in the form that Transformers 4 and 5 read."""
 
 import json
 import logging
