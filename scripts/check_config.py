@@ -25,7 +25,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from sfm_dpo.common.cli import Arguments, command, reads_runs
 from sfm_dpo.common.distributed import launch_file
 from sfm_dpo.common.errors import UserError, user_input
-from sfm_dpo.config.checks import LAUNCH
+from sfm_dpo.config.checks import BROUGHT
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.run.folder import make_folder
 from sfm_dpo.run.lock import check_owner
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         processes = " ".join(words) or str(launch["num_processes"])
     if not processes.isdecimal() or int(processes) < 1:
         raise UserError(f"{processes}: give a launch file, the number of processes, then train_dpo.py's options")
-    os.environ |= {name: brought[name] for name in LAUNCH.keys() & brought.keys()}  # as the launcher does
+    os.environ |= {name: brought[name] for name in BROUGHT.keys() & brought.keys()}  # as the launcher does
     os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # dtype depends on it
     if deepspeed := launch.get("deepspeed_config"):
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = deepspeed["deepspeed_config_file"]

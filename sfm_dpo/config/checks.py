@@ -49,7 +49,7 @@ _RANGES = [  # (lowest, highest, in words, fields); a field without a value is n
     (0, 2**32 - 1, "at least 0 and below 2**32", "seed data_seed"),
 ]
 # What a launcher may bring in its environment: by variable, the value that works, and the remedy
-LAUNCH = {
+BROUGHT = {
     "ACCELERATE_MIXED_PRECISION": ("no", "remove mixed_precision there, and set bf16 in the recipe"),
     "ACCELERATE_DYNAMO_BACKEND": ("no", "remove dynamo_config there, and set torch_compile in the recipe"),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("false", "remove parallelism_config there"),
@@ -206,7 +206,7 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
     """What is wrong with ranges and combinations, each with the field, its value and the remedy."""
     values = vars(namespace)
     problems: list[str] = []
-    for variable, (good, remedy) in LAUNCH.items():
+    for variable, (good, remedy) in BROUGHT.items():
         value = os.environ.get(variable, good).lower()
         if training and value != good and not (namespace.bf16 and value == "bf16"):
             problems.append(f"{variable} {value}: comes from the launch configuration or its options; {remedy}")

@@ -8,7 +8,7 @@ import io
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -136,8 +136,8 @@ class MemoryPlanner:
         """With all layers checkpointed, and with none."""
         computed = self.lengths.computed(self.prefix_sharing).sum()
         keys = self.packed * self.lengths.sequences.sum() / computed
-        config, dtype = self.model_config, self.dtype
-        return trace_activations(config, dtype, True, keys), trace_activations(config, dtype, False, keys)
+        trace = partial(trace_activations, self.model_config, self.dtype)
+        return trace(True, keys), trace(False, keys)
 
     def guess_activations(self) -> None:
         """For a model that cannot be traced: 34 bytes a token, hidden unit and layer in 16 bit (Korthikanti et al.,
