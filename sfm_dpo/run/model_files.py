@@ -1,5 +1,6 @@
 """The files of a saved model, in the form that Transformers 4 and 5 read."""
 
+import errno
 import json
 import logging
 import shutil
@@ -128,8 +129,16 @@ def list_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 def read_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """Dtypes of the weights in a folder, by name."""
-    tensors = [item for file in folder.glob(WEIGHTS) for item in load_file(file).items()]  # mapped: nothing is read
+    tensors = [item for file in folder.glob(WEIGHTS) for item in load_weights(file).items()]
     return {name: tensor.dtype for name, tensor in tensors}
+
+
+def load_weights(file: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a safetensors file, mapped: nothing is read. Raises OSError."""
+    try:
+        return load_file(file)
+    except FileNotFoundError as error:  # what safetensors makes of every error in opening it
+        raise OSError(errno.EIO, "cannot be opened", str(file)) from error
 
 
 def narrow_weights(folder: Path, base: Path, dtype: str | None) -> None:
@@ -138,7 +147,7 @@ def narrow_weights(folder: Path, base: Path, dtype: str | None) -> None:
     default = getattr(torch, dtype or "float64")
     size = 0
     for file in folder.glob(WEIGHTS):
-        tensors = load_file(file)
+        tensors = load_weights(file)
         is_narrowed = False
         for name, tensor in tensors.items():
             target = wanted.get(name, default)

@@ -225,6 +225,6 @@ def test_a_dry_run_of_the_checks_on_the_cpu_passes_and_writes_its_table(cluster,
     assert record["JobState"] == "COMPLETED", log[-6000:]
     folder = project / "outputs/check-gpu"
     rows = json.loads((folder / "checks.json").read_text())
-    assert [row["result"] for row in rows] == 6 * ["pass"], rows
-    assert "memory measured" in rows[-1]["found"] and rows[4]["found"].startswith("loss within 0.0e+00 (")
+    assert [row["result"] for row in rows] == 7 * ["pass"], rows
+    assert "memory measured" in rows[-1]["found"] and rows[5]["found"].startswith("loss within 0.0e+00 (")
     assert all(row["check"] in log for row in rows)
