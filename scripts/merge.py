@@ -14,7 +14,6 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, reads_runs
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import follow_umask
 from sfm_dpo.model.loading import find_base, load_model
 from sfm_dpo.run.model_files import copy_tokenizer, find_folder, finish_model
 from sfm_dpo.run.saved_model import find_model
@@ -39,8 +38,6 @@ def main(argv: list[str]) -> None:
     copy_tokenizer(adapter.folder, partial)
     base = find_folder(*find_base(str(adapter.folder), None))
     finish_model(partial, None, base, narrow=adapter.config.get("save_dtype") != "trained")
-    for weights in partial.glob("*.safetensors"):
-        follow_umask(weights)
     partial.rename(folder)
     print(f"{folder}: the base model {adapter.base} with the adapter {adapter.folder}")
 

@@ -190,7 +190,6 @@ class TrainingRun:
         """Marks a run as trained and saved, whatever happens next; returns the steps of its end that are left."""
         assert self.folder and self.watchdog
         self.watchdog.stop()
-        clear_stop(self.folder)  # a request to stop came too late
         steps = list_open(trainer.config.train, {}, ())
         mark_complete(self.folder, {"step": trainer.state.global_step, "open": steps}, list_files(self.folder))
         if is_main_process():

@@ -26,7 +26,6 @@ from sfm_dpo.common.errors import RunEnd, UserError, user_input
 from sfm_dpo.common.process import available_memory, resident_bytes
 from sfm_dpo.config.fields import TrainConfig
 from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.memory.activations import TraceError
 from sfm_dpo.memory.asked import Asked
 from sfm_dpo.memory.host import update_seconds
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, memory_limit
@@ -166,11 +165,10 @@ def plan_memory(base: BaseModel, tokens: Dataset, path: ForwardPath, asked: Aske
     planner = MemoryPlanner(base.config, model_config, asked, lengths, args.world_size, *packing, **options)
     try:
         _ = planner.activations
-    except TraceError as error:
-        reason = f"memory cannot be planned for {model_config.model_type}: {error}"
+    except UserError as error:
         if base.is_sharded:
-            raise UserError(f"{reason}; set per_device_train_batch_size and gradient_checkpointing") from error
-        log.info(f"{reason}; one pair is measured first")
+            raise UserError(f"{error}; set per_device_train_batch_size and gradient_checkpointing") from error
+        log.info(f"{error}; one pair is measured first")
         planner.guess_activations()
     zero = args.deepspeed_plugin.deepspeed_config["zero_optimization"] if args.deepspeed_plugin else {}
     parts = planner.states(zero)

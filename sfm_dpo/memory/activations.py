@@ -19,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from sfm_dpo.common.errors import UserError
 from sfm_dpo.model.attention import boundary_arguments, packed_attention_forward
 from sfm_dpo.model.flops import count_experts
 from sfm_dpo.model.loading import build_model, checkpoint_layers
@@ -57,27 +56,15 @@ class Activations:
         return cls(saved, saved + last.peak - last.saved)
 
 
-class TraceError(UserError):
-    """A model cannot be traced, for the reason that the message gives; it may still train."""
-
-
 def trace_activations(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, keys: float) -> Activations:
     """Activations of the backbone, without the LM head. `keys`: for each computed token, 1 in packed rows, more where
     they share prompts, 0 in padded rows. If the model has no gradient checkpointing, `checkpointing` changes nothing.
-    Raises TraceError, whatever the model's code raises."""
-    try:
-        return _trace(config, dtype, checkpointing, keys)
-    except Exception as error:
-        reason = str(error).partition("\n\n")[0]
-        raise TraceError(f"{type(error).__name__}: {reason[:400]}") from error
 
-
-def _trace(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, keys: float) -> Activations:
-    """Traced at two lengths, and with one and two blocks of each kind, to find what each token and each further block
-    adds."""
+    Traced at two lengths, and with one and two blocks of each kind, to find what each token and each further block
+    adds. Raises whatever the model's code raises."""
     text = config.get_text_config()
     if dtype == torch.float32 and count_experts(text):
-        half = _trace(config, torch.bfloat16, checkpointing, keys)  # products over experts need 16 bit
+        half = trace_activations(config, torch.bfloat16, checkpointing, keys)  # products over experts need 16 bit
         return Activations(2 * half.saved, 2 * half.peak)
     counts = Counter(getattr(text, "layer_types", None) or ["block"] * text.num_hidden_layers)
     base = TRACED_RECURRENT_TOKENS if "linear_attention" in counts else TRACED_TOKENS

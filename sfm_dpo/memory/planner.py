@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from sfm_dpo.common.errors import user_input
 from sfm_dpo.config.fields import Config, TrainConfig, build_optimizer
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
@@ -133,11 +134,13 @@ class MemoryPlanner:
 
     @cached_property
     def activations(self) -> tuple[Activations, Activations]:
-        """With all layers checkpointed, and with none."""
+        """With all layers checkpointed, and with none. Raises UserError for a model that cannot be traced, which may
+        still train."""
         computed = self.lengths.computed(self.prefix_sharing).sum()
         keys = self.packed * self.lengths.sequences.sum() / computed
         trace = partial(trace_activations, self.model_config, self.dtype)
-        return trace(True, keys), trace(False, keys)
+        with user_input(f"memory cannot be planned for {self.model_config.model_type}"):
+            return trace(True, keys), trace(False, keys)
 
     def guess_activations(self) -> None:
         """For a model that cannot be traced: 34 bytes a token, hidden unit and layer in 16 bit (Korthikanti et al.,

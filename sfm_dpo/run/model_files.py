@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from sfm_dpo.common.files import write_json
+from sfm_dpo.common.files import follow_umask, write_json
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +60,14 @@ def finish_model(folder: Path, tokenizer: Path | None, base: Path | None, narrow
         copy_tokenizer(tokenizer, folder)
     else:
         translate_tokenizer(folder / "tokenizer_config.json")
-    if not (folder / CONFIG_NAME).is_file():  # an adapter
-        return
-    config = json.loads((base / CONFIG_NAME).read_text()) if base else None
-    if base and config and narrow:
-        narrow_weights(folder, base, config.get("dtype") or config.get("torch_dtype"))
-    complete_config(folder, config)
+    if (folder / CONFIG_NAME).is_file():  # an adapter has none
+        config = json.loads((base / CONFIG_NAME).read_text()) if base else None
+        if base and config and narrow:
+            narrow_weights(folder, base, config.get("dtype") or config.get("torch_dtype"))
+        complete_config(folder, config)
+    for weights in folder.glob("*.safetensors"):
+        if not weights.is_symlink():  # into a run, for a push
+            follow_umask(weights)  # safetensors makes files that only their owner can read
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

@@ -150,11 +150,10 @@ class ProgressLine(TrainerCallback):
             write_atomically(Path(args.output_dir) / LOG, "".join(entries))
         write_status(args.output_dir, State.RUNNING, **describe_progress(state))
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
-        logs = logs or {}
-        prefix = eval_prefix(logs)
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs, **kwargs):
         if not state.is_world_process_zero:
             return
+        prefix = eval_prefix(logs)
         with (Path(args.output_dir) / LOG).open("a") as file:
             file.write(json.dumps(state.log_history[-1]) + "\n")
         if not (prefix or "loss" in logs):

@@ -38,7 +38,6 @@ from sfm_dpo.common.distributed import (
     set_zero_timeout,
 )
 from sfm_dpo.common.errors import GuardStopped, UserError, user_input
-from sfm_dpo.common.files import follow_umask
 from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
 from sfm_dpo.config.checks import HELD_OUT, main_loss
 from sfm_dpo.config.fields import FOLDER, Config, TrainConfig
@@ -397,11 +396,9 @@ class SFMDPOTrainer(DPOTrainer):
             logs.pop("train_loss", None)  # a mean over the steps since the last start alone
         super().log(logs, start_time)
 
-    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+    def get_eval_dataloader(self, eval_dataset: Any) -> DataLoader:
         """Rank r computes rows r, r + ranks, ...; a rank without a last row repeats one, which does not count."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
+        dataset = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         size = self.args.per_device_eval_batch_size
         ranks = self.accelerator.num_processes
         rows = self._eval_rows(dataset)
@@ -494,8 +491,6 @@ class SFMDPOTrainer(DPOTrainer):
         base = find_folder(*find_base(name, self.config.revision), local_files_only=True)
         is_final = folder == Path(self.args.output_dir)  # a checkpoint resumes with the bits that it had
         finish_model(folder, tokenizer, base, narrow=is_final and self.args.save_dtype == "base")
-        for weights in folder.glob("*.safetensors"):
-            follow_umask(weights)  # safetensors makes files that only their owner can read
 
     # Upstream: transformers 5.24, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although
     # save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out): training would continue with the base

@@ -1,101 +1,65 @@
 """Planned memory against a measured process."""
 
-import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, Ernie4_5_MoeConfig, Gemma2Config, Olmo3Config
+from transformers import AutoConfig, BambaConfig, Ernie4_5_MoeConfig, Gemma2Config
 
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.memory.activations import Activations, TraceError, _trace_bytes, head_bytes, trace_activations
+from sfm_dpo.memory.activations import Activations, _trace_bytes, head_bytes, trace_activations
 from sfm_dpo.memory.asked import read_asked
 from sfm_dpo.memory.planner import MemoryPlanner
-from sfm_dpo.model.loading import meta_model
 from sfm_dpo.model.sharding import fit_buckets, zero_config
 from sfm_dpo.planning.run_plan import read_lengths
-from tests.memory.test_planner import configuration
-from tests.tiny_models import tiny_tokenizer
+from sfm_dpo.run.folder import TRAINER_STATE, read_file
+from tests.e2e.runs import make_place
+from tests.memory.test_planner import LENGTHS, configuration
 from tests.toolbox import in_grid
 
 
 @pytest.mark.parametrize(
     ("config", "packed", "fails"),
     [
-        (Gemma2Config, True, "ValueError: model_type 'gemma2': packed attention does not support softcap"),
+        (Gemma2Config, True, "memory cannot be planned for gemma2: ValueError: .* packed attention does not support"),
         (Gemma2Config, False, None),
-        (BambaConfig, False, "AttributeError: .*layers_block_type.*"),
+        (BambaConfig, False, "memory cannot be planned for bamba: AttributeError: .*layers_block_type"),
         (Ernie4_5_MoeConfig, False, None),  # with a frozen parameter
     ],
 )
-def test_what_a_trace_cannot_do_is_one_exception(config, packed, fails, monkeypatch):
+def test_what_a_trace_cannot_do_is_one_line(config, packed, fails, monkeypatch):
     monkeypatch.setattr("sfm_dpo.memory.activations.TRACED_TOKENS", 64)
     shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4, "moe_num_experts": 8}
-    with pytest.raises(TraceError, match=fails) if fails else nullcontext():
-        assert trace_activations(config(**shape), torch.bfloat16, True, packed).saved[1] > 0
+    shape = config(**shape)
+    planner = MemoryPlanner(configuration(), shape, read_asked(configuration(), shape), LENGTHS, 1, packed, False)
+    with pytest.raises(UserError, match=fails) if fails else nullcontext():
+        assert planner.activations[0].saved[1] > 0
 
 
 SHAPE = {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
-SHAPE |= {"num_attention_heads": 6, "max_position_embeddings": 512, "tie_word_embeddings": False}
-SHAPE |= {"pad_token_id": 256, "bos_token_id": None, "eos_token_id": 259}
-
-# A process that has loaded everything, then trains: what it holds more at its peak is the training's. Between runs the
-# heap is given back and the peak that Linux remembers is reset.
-MEASURE = """
-import ctypes, gc, json, sys
-import sfm_dpo.training_run
-import train_dpo
-from tests.toolbox import on_cpu
-
-sfm_dpo.training_run.write_report = lambda run: None
-
-def status(name):
-    line = next(line for line in open("/proc/self/status") if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-small, big, data, out = sys.argv[1:5]
-fields = {"max_length": 192, "padding_free": "true", "precompute_ref_log_probs": "true", "max_steps": 2,
-    "learning_rate": 1e-6, "save_strategy": "no"}
-
-def run(model, name, checkpointing):
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")
-    argv = on_cpu(model, data, f"{out}/{name}", gradient_checkpointing=checkpointing, **fields)
-    assert train_dpo.main(argv) == 0
-    return status("VmHWM") - before
-
-run(small, "warm", "false")
-print("\\n" + json.dumps({"off": run(big, "off", "false"), "on": run(big, "on", "true")}))
-"""
+SHAPE |= {"num_attention_heads": 6, "layer_types": None}
 
 
 @pytest.mark.grid
-def test_memory_of_a_real_run_is_within_15_percent(tmp_path, tiny_folder, write_rows):
-    config = Olmo3Config(**SHAPE)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "big")
-    tiny_tokenizer().save_pretrained(tmp_path / "big")
+def test_activations_of_a_real_run_are_planned_within_15_percent(tmp_path):
+    """By what checkpointing saves of a process's peak: the rest of the process is the same."""
     rows = [{"prompt": f"{i}?", "chosen": "yes " * 60, "rejected": "no, " * 60} for i in range(8)]
-    command = [sys.executable, "-c", MEASURE, tiny_folder("olmo3"), tmp_path / "big", write_rows("p.jsonl", rows)]
-    env = os.environ | {"PYTHONPATH": str(PROJECT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    # The figure is of memory in use. By default glibc keeps freed blocks of up to 32 MB, here a fifth of all.
-    env["MALLOC_MMAP_THRESHOLD_"] = "131072"
-    done = subprocess.run([*command, tmp_path], cwd=PROJECT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    measured = json.loads(done.stdout.splitlines()[-1])
-
-    states = 16 * meta_model(config).num_parameters()  # fp32 weights, gradients and two moments
+    place = make_place(tmp_path, rows, {"olmo3": SHAPE}, {"max_length": 192, "max_steps": 3})
+    # By default glibc keeps freed blocks of up to 32 MB, here a fifth of all
+    fields = {"global_batch_size": 2, "prefix_sharing": "false", "env": {"MALLOC_MMAP_THRESHOLD_": "131072"}}
+    config = AutoConfig.from_pretrained(place.model)
     tokens = 2 * 2 * 192  # two pairs, both sequences of each cut to max_length
     head = head_bytes(config, tokens, torch.float32, on_gpu=False)
-    for name, checkpointing in (("on", True), ("off", False)):
-        planned = states + trace_activations(config, torch.float32, checkpointing, 1.0).peak_bytes(tokens, head)
-        assert planned == pytest.approx(measured[name], rel=0.15), name
-    assert measured["off"] > 1.3 * measured["on"], "activations must be worth measuring"
+    measured = []
+    planned = []
+    for checkpointing in (False, True):
+        run = place.start(str(checkpointing), gradient_checkpointing=checkpointing, **fields).finish()
+        history = read_file(run.folder / TRAINER_STATE)["log_history"]
+        measured.append(2**30 * max(entry["perf/peak_memory_gib"] for entry in history if "loss" in entry))
+        planned.append(trace_activations(config, torch.float32, checkpointing, 1.0).peak_bytes(tokens, head))
+    assert measured[0] - measured[1] == pytest.approx(planned[0] - planned[1], rel=0.15)
 
 
 # Saved for the backward by a layer and token, in units of 2 bytes x hidden size, as counted from the models' code

@@ -157,8 +157,7 @@ def test_no_secret_is_written_down(tmp_path, monkeypatch):
     assert folder.read_file(tmp_path / folder.RESOLVED_CONFIG)["seed"] == 42
 
 
-def test_the_check_of_the_batch_scripts_looks_and_leaves_the_folder_to_nobody(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "")  # check_config sets it
+def test_the_check_of_the_batch_scripts_leaves_the_folder_to_nobody(tmp_path, monkeypatch, environment, capsys):
     run = tmp_path / "run"
     checkpoint = tmp_path / "checkpoint-3"
     checkpoint.mkdir()

@@ -66,14 +66,6 @@ def test_the_base_model_s_evaluation_is_not_taken_for_a_later_one(stopped, witho
     assert "<th>before, step 0</th></tr>" in write_report(stopped.run).read_text()
 
 
-def test_another_number_of_processes_is_refused(to_resume, capsys):
-    mark = to_resume.run / "checkpoint-1" / COMPLETE
-    mark.write_text(json.dumps(json.loads(mark.read_text()) | {"world_size": 4}))
-    assert train_dpo.main(to_resume.command) == 2
-    assert "was written by 4 process(es), but this run has 1" in error_line(capsys.readouterr().err)
-    assert read_status(to_resume.run)["state"] == "stopped"
-
-
 def test_a_resumed_run_keeps_its_calibration_and_prints_its_last_evaluation(to_resume, capsys):
     run = to_resume.run
     calibration = read_file(run / DATA)["calibration"]
