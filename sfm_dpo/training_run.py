@@ -1,4 +1,5 @@
-"""A run owns its folder while it is alive. It ends with one line, or a crash's traceback, and with status.json."""
+"""A run owns its folder while it is alive. However it ends, it logs one line (or a crash's traceback) and writes
+status.json."""
 
 import errno
 import logging
@@ -309,7 +310,9 @@ class TrainingRun:
             status = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)} | status
             status["for_good"] = stop_is_for_good(self.folder)
             clear_stop(self.folder)
-            then = f"; run the same command again to resume from {checkpoint or 'the beginning'}"
+            then = "; nothing was saved; the same command starts again"
+            if checkpoint:
+                then = f"; run the same command again to resume from {checkpoint}"
             log.info(f"{end}{'' if isinstance(end, PreflightDone) else then}")
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 self.exit_code = 0  # a launcher would report 75 as a crash; status.json has the state

@@ -23,6 +23,7 @@ from datasets import Dataset
 from sfm_dpo.calibration.choose_path import KernelError, choose_path, keeps_path, measure_seconds, select_average
 from sfm_dpo.common.distributed import gather_values, launch_name
 from sfm_dpo.common.errors import RunEnd, UserError, user_input
+from sfm_dpo.common.files import format_table
 from sfm_dpo.common.process import available_memory, resident_bytes
 from sfm_dpo.config.fields import TrainConfig
 from sfm_dpo.data.lengths import Lengths
@@ -75,7 +76,7 @@ def calibrate(
                 broken.append(path.kernel)
     found = replace(measured, noise=compared.noise, ratios=compared.ratios, kernels=compared.kernels)
     found = replace(found, seconds=time.monotonic() - begin)
-    log.info(f"calibration: {'; '.join(map(' '.join, describe_calibration(found)))}")
+    log.info(f"calibration\n{format_table(describe_calibration(found))}")
     return path, micro_batch, found
 
 

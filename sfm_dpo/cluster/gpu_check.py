@@ -26,9 +26,11 @@ from sfm_dpo.config.fields import Config, parse_config
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR
 from sfm_dpo.data.tokenization import load_tokenizer
 from sfm_dpo.model.loading import load_model_config
+from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.folder import DATA, TRAINER_STATE, read_file
 from sfm_dpo.run.lock import take_folder
 from sfm_dpo.run.model_files import finish_model
+from sfm_dpo.run.reader import describe_calibration
 
 LAYERS = 4
 PER_DEVICE = 2
@@ -63,17 +65,18 @@ class GpuCheck:
         return short_run(self.recipe, **(fields | other))
 
     def train(self, run: str, launch: str, **other: Any) -> str:
-        """Trains in the folder `run`; returns what the run's log says of its calibration."""
+        """Trains in the folder `run`; returns what its calibration has found."""
         launcher = []
         if launch != "single":
             name = launch if self.on_gpu else {"zero2": "cpu"}.get(launch, f"cpu_{launch}")
             launcher = ["-m", "accelerate.commands.launch", "--config_file", launch_file(name)]
             launcher += ["--num_processes", str(self.processes), "--main_process_port", "0"]
-        log = self.call(run, sys.executable, *launcher, "train_dpo.py", *self.options(run, **other))
-        return "; ".join(re.findall("calibration: (.*)", log))
+        self.call(run, sys.executable, *launcher, "train_dpo.py", *self.options(run, **other))
+        calibration = RunFacts.of(read_file(self.folder / run / DATA)).calibration
+        return "; ".join(map(" ".join, describe_calibration(calibration)))
 
-    def call(self, name: str, *command: str) -> str:
-        """Runs a command; returns its output, also in NAME.log, or raises RuntimeError with its error line."""
+    def call(self, name: str, *command: str) -> None:
+        """Runs a command; writes its output into NAME.log, or raises RuntimeError with its error line."""
         env = os.environ | {"HF_HOME": str(self.folder / "hf"), "HF_TOKEN_PATH": constants.HF_TOKEN_PATH}
         env |= {"HF_HUB_CACHE": constants.HF_HUB_CACHE, "HF_DATASETS_CACHE": str(datasets.config.HF_DATASETS_CACHE)}
         if not self.on_gpu:
@@ -84,11 +87,10 @@ class GpuCheck:
         with path.open("w") as log:  # timeout also ends the ranks
             words = ["timeout", "--signal=KILL", str(TIMEOUT), *command]
             done = subprocess.run(words, cwd=PROJECT, env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
-        text = path.read_text()
         if done.returncode:
+            text = path.read_text()
             errors = re.findall(r"^(?:error: |\w*(?:Error|Exception)\b).*", text, re.M) or [text[-300:]]
             raise RuntimeError(f"exit code {done.returncode}: {errors[0][:300]} ({path})")
-        return text
 
     def compare(self, run: str, other: str) -> tuple[bool, str]:
         """Whether losses and gradient norms differ by at most ALLOWED times the noise, and how far they do.

@@ -26,7 +26,7 @@ _OF_MACHINE = DISK_REMEDIES.keys() - {errno.EACCES, errno.EPERM}
 
 
 class RunEnd(Exception):
-    """An end that is reported in one line, without a traceback, or in one for each item of a list; `status` holds
+    """An end that is reported without a traceback: in one line, or in one for each item of a list. `status` holds
     further fields for status.json."""
 
     exit_code: ClassVar[int]

@@ -102,7 +102,7 @@ class Pairs:
 
     def table(self) -> str:
         rows = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
-        rows += [(f"dropped: {self.explain(reason)}", f"{n:,}") for reason, n in self.dropped.items()]
+        rows += [("dropped", f"{n:,}: {self.explain(reason)}") for reason, n in self.dropped.items()]
         used = len(self.train) + len(self.splits.get(HELD_OUT, ()))
         if undrawn := self.rows - len(self.dropped_rows) - used:
             rows.append(("not drawn (max_samples, fraction)", f"{undrawn:,}"))

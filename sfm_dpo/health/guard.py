@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ class Guard(TrainerCallback, ExportableState):
         return self.on_epoch_end(args, state, control)
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Answers the prompts on rank 0, which has all weights under ZeRO-2, and writes samples.json."""
+        """Answers the prompts on rank 0, which has all weights under ZeRO-2, and writes samples.json, beginning with the
+        answer that has changed most."""
         is_due = self.prompts and (state.global_step % args.guard_generations == 0 or not self.first_texts)
         if not is_due or not is_main_process():
             return
@@ -93,6 +95,7 @@ class Guard(TrainerCallback, ExportableState):
         prompts = processing_class.batch_decode(self.prompts, skip_special_tokens=True)
         rows = zip(prompts, self.first_texts, answers, strict=True)
         samples = [dict(zip(("prompt", "before", "after"), row, strict=True), limit=NEW_TOKENS) for row in rows]
+        samples.sort(key=lambda sample: SequenceMatcher(None, sample["before"], sample["after"]).ratio())
         write_json(Path(args.output_dir) / SAMPLES, samples)
         self.skip_time()
 

@@ -56,7 +56,8 @@ def judge_log(log: Log, run: GuardContext) -> list[Finding]:
     findings = []
     for rule in RULES:
         if evidence := rule.check(log, run):
-            findings.append(Finding(rule.signal, rule.stops, log[-1]["step"], *evidence, rule.remedy))
+            remedy = rule.remedy.removesuffix(_IF_ON_SUMS) if run.chosen_tokens == 1 else rule.remedy
+            findings.append(Finding(rule.signal, rule.stops, log[-1]["step"], *evidence, remedy))
     return findings
 
 
@@ -147,10 +148,11 @@ _LOWER_LR = "lower learning_rate by a factor of 3 to 10"
 _CORRUPT = f"{_LOWER_LR}; look for a pair with an empty or corrupt response near this step"
 _DISPLACED = f"{_LOWER_LR}; add an sft term (loss_type: [sigmoid_norm, sft]); filter nearly identical answers"
 _DIVERGED = f"{_LOWER_LR}; check that chosen and rejected are not swapped in part of the data"
+_IF_ON_SUMS = "; or use sigmoid_norm"  # a loss on means
 _STUCK = "raise learning_rate by a factor of 10; check that parameters are trainable and kept in fp32 by the optimizer"
 RULES = (
     GuardRule("non_finite", True, _check_finite, _CORRUPT),
-    GuardRule("collapse", True, _check_collapse, f"{_LOWER_LR}, or lower beta; for a loss on sums: use sigmoid_norm"),
+    GuardRule("collapse", True, _check_collapse, f"{_LOWER_LR}, or lower beta{_IF_ON_SUMS}"),
     GuardRule("displacement", True, _check_displacement, _DISPLACED),
     GuardRule("divergence", True, _check_divergence, _DIVERGED),
     GuardRule("standstill", True, _check_standstill, _STUCK),

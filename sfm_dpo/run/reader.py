@@ -14,7 +14,7 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
-from sfm_dpo.common.statistics import wilson
+from sfm_dpo.common.statistics import ALLOWED, wilson
 from sfm_dpo.config.effects import MAY_CHANGE
 from sfm_dpo.run.checkpoint import checkpoints
 from sfm_dpo.run.facts import Calibration
@@ -124,19 +124,21 @@ def describe_calibration(found: Calibration) -> list[tuple[str, str]]:
     if not found.noise:
         return []
     rows = [("noise of a log-prob", f"{found.noise:.2g} nats")]
-    rows += [(f"{path} differs by", f"{ratio:.2g} times that") for path, ratio in found.ratios.items()]
+    for path, ratio in found.ratios.items():
+        rows.append((f"{path} agrees", f"within {ratio:.2g} of the noise, {ALLOWED} allowed"))
     if found.measured_bytes and found.planned_bytes:
         sizes = f"{found.measured_bytes / 2**30:.2f} and {found.planned_bytes / 2**30:.2f} GiB"
         rows.append(("memory measured and planned", sizes))
     for kernel, milliseconds in found.kernels.items():
         rows.append((f"micro-batch by {kernel}, all layers checkpointed", f"{milliseconds:.0f} ms"))
     if found.hours is not None:
-        rows.append(("an average micro-batch takes", f"{found.milliseconds:.0f} ms"))
-        rate = f"{found.tokens_per_second:,.0f} tokens/s a device in a micro-batch, without communication"
+        rows.append(("average micro-batch", f"{found.milliseconds:.0f} ms"))
+        rate = f"{found.tokens_per_second:,.0f} tokens/s a device, without communication"
         rate += f", {found.mfu:.1%} MFU" if found.mfu else ""
-        rows.append(("training", f"about {found.hours:.2g} h: {rate}"))
-        rows.append(("reference pass", f"{found.reference_hours:.2g} h"))
-    return [*rows, ("calibration took", f"{found.seconds:.0f} s")]
+        rows.append(("speed", rate))
+        rows.append(("reference pass", f"about {format_clock(3600 * found.reference_hours)}"))
+        rows.append(("training", f"about {format_clock(3600 * found.hours)}, without evaluations and saves"))
+    return [*rows, ("calibration", format_clock(found.seconds))]
 
 
 def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> float | None:

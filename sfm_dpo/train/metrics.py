@@ -126,7 +126,8 @@ def check_step_0(
         cause = "policy and reference are different models; set ref_model_name_or_path if that is intended"
     error = accelerator.gather(margins.abs().mean() / 2).max().item()
     allowed = accelerator.gather(tolerance.mean()).max().item()
-    raise UserError(f"step 0: the loss differs from ln 2 by {error:.3g}; rounding explains {allowed:.3g}: {cause}")
+    most = f"rounding explains at most {ALLOWED * allowed:.2g} ({ALLOWED} x {allowed:.2g})"
+    raise UserError(f"step 0: the loss differs from ln 2 by {error:.3g}; {most}: {cause}")
 
 
 class MetricSums:

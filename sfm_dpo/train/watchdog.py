@@ -2,8 +2,8 @@
 limit while a run loads, where one rank may tokenise for hours, is `ddp_timeout`, after which the others fail anyway.
 
 A thread of each rank writes its progress to output_dir/heartbeats/rank-N.json (files, because the ranks may hang in a
-collective). The other ranks read only that of rank 0, which passes on all others. Time is counted in turns of the
-thread, so a job that Slurm suspends is no hang.
+collective). The other ranks read only that of rank 0, which passes on all others. Time is counted in rounds of
+this thread, so a job that Slurm suspends is not taken for a hang.
 """
 
 import contextlib

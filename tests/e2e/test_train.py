@@ -34,13 +34,15 @@ def test_as_a_command_with_a_recipe_spaces_and_secrets(place, tiny_folder, write
     data = write_rows("two words ü/pairs.jsonl", prompt_rows())
     run = tmp_path / "my run"
     recipe = SMALL | {"model_name_or_path": str(base), "dataset_name": str(data), "output_dir": str(run)}
-    recipe |= {"use_cpu": True, "global_batch_size": 8, "logging_steps": 1}
+    recipe |= {"use_cpu": True, "global_batch_size": 8, "logging_steps": 1, "log_level": "info"}
     (tmp_path / "my recipe.yaml").write_text(yaml.safe_dump(recipe))
     unset = dict.fromkeys([*FIELDS, "model_name_or_path", "dataset_name"])
     given = unset | {"config": tmp_path / "my recipe.yaml", "per_device_train_batch_size": 4, "output_dir": run}
     started = place.start("command", env={"HF_TOKEN": "hf_canary_env", "WANDB_API_KEY": "wandb_canary"}, **given)
     assert started.wait() == 0, started.log
     assert "tokenizing 24 pairs\n" in started.log and "\r" not in started.log_file.read_bytes().decode()  # no bars
+    log = started.log.replace(str(tmp_path), "")
+    assert max(map(len, log.splitlines())) <= 200 and log.count("\n") < 60, log
     assert {path.name for path in run.iterdir()} >= set(FILES)
     assert list(run.glob("checkpoint-*/trainer_state.json"))
     resolved = yaml.safe_load((run / "resolved_config.yaml").read_text())
