@@ -31,7 +31,6 @@ class Repo:
 
 class HubServer(ThreadingHTTPServer):
     daemon_threads = True
-    renamed = ("", "")  # the old name of a repository, from which the Hub redirects, and its new one
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -58,8 +57,7 @@ class HubServer(ThreadingHTTPServer):
         pass  # a client that hung up, or a connection that was cut
 
     def fault(self, pattern: str, kind: int | str, times: int = 1) -> None:
-        """Meets the next `times` requests whose `METHOD path` matches: an HTTP status, cut, silent, or the new
-        name of their repository."""
+        """Meets the next `times` requests whose `METHOD path` matches: an HTTP status, cut or silent."""
         self.faults += [(pattern, kind)] * times
 
     def count(self, pattern: str) -> int:
@@ -86,9 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._cut()
         if fault and fault[1] == "silent":
             return self.rfile.read()  # until the client gives up
-        if fault and isinstance(fault[1], str):
-            self.rename(fault[1])
-        elif fault:
+        if fault:
             self._body()
             return self._send(fault[1], {"error": ""}, {"Retry-After": "0"})
         try:
@@ -101,15 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_PUT = do_HEAD = _handle
 
-    def rename(self, name: str):
-        old = next(repo for repo in self.server.repos if repo in self.route)
-        self.server.repos[name] = self.server.repos.pop(old)
-        self.server.renamed = (old, name)
-
     def _answer(self):
-        old, name = self.server.renamed
-        if old and f"/{old}" in self.route:
-            return self._send(307, {}, {"Location": self.path.replace(old, name)})
         for methods, pattern, answer in _ROUTES:
             found = re.fullmatch(pattern, self.route)
             if found and self.command in methods.split():

@@ -52,7 +52,6 @@ def read_log(path: Path) -> RunLog:
         environment[f"versions.{name}"] = version
     facts = {
         "configuration": {name: value for name, value in run["config"].items() if name not in NO_EFFECT},
-        "without effect": {name: run["config"][name] for name in run["config"] if name in NO_EFFECT - {"output_dir"}},
         "environment": environment,
         "data": {name: run["data"].get(name) for name in _DATA_FACTS},
         "reference cache": run["data"].get("reference", {}).get("train", {}),
@@ -152,8 +151,6 @@ def format_comparison(result: dict[str, Any]) -> str:
     lines += [format_table(table, headings, align="lrrrl", indent=0), ""]
     for topic, differing in result["differences"].items():
         lines += [f"{topic}: {name}  A {a}  B {b}"[:200] for name, (a, b) in differing.items()]
-        if not differing:
-            lines.append(f"{topic}: no common field differs")
     verdict = result["verdict"]["verdict"]
     if verdict == "diverging":
         verdict += f" from step {result['verdict']['step']}: {result['verdict']['metric']}"

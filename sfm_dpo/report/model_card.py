@@ -1,10 +1,9 @@
 """The model card, README.md: results, training, usage and reproduction, from the files in a run's folder."""
 
-import contextlib
 import re
 from pathlib import Path
 
-from huggingface_hub import ModelCardData, RepoCard, try_to_load_from_cache
+from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import ADAPTER_CONFIG_NAME
@@ -61,7 +60,6 @@ def write_model_card(
     metadata = ModelCardData(
         base_model=base if _is_repo(base) else None,
         datasets=[name for name in datasets if _is_repo(name)] or None,
-        license=_read_license(path),
         library_name="peft" if (folder / ADAPTER_CONFIG_NAME).is_file() else "transformers",
         pipeline_tag="text-generation",
         tags=["trl", "dpo", "sfm-post-training"],
@@ -88,14 +86,6 @@ def write_model_card(
 def hide_paths(text: str) -> str:
     """`text` with `path/to/NAME` for each absolute path: paths mean nothing elsewhere and may contain a user name."""
     return _PATH.sub(lambda found: f"path/to/{Path(found[0]).name}", text)
-
-
-def _read_license(name: str) -> str | None:
-    """The license in the README of a model in a folder, or in the Hub's cache; None if there is none."""
-    with contextlib.suppress(Exception):  # whatever is in that file
-        file = Path(name) / CARD if Path(name).is_dir() else try_to_load_from_cache(name, CARD)
-        return RepoCard.load(Path(str(file))).data.to_dict().get("license")
-    return None
 
 
 def _is_repo(name: str) -> bool:

@@ -28,20 +28,6 @@ def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path, environmen
     assert files["plot"].stat().st_size > 10_000
 
 
-def test_options_override_the_recipe(write_rows, tiny_folder, tmp_path, environment):
-    recipe = {"model_name_or_path": str(tiny_folder("llama")), "dataset_name": "nobody/nothing", "bf16": True}
-    recipe |= {"global_batch_size": 8, "max_length": 64, "max_prompt_length": 9, "output_dir": str(tmp_path / "run")}
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
-    data = write_rows("pairs.jsonl", ROWS)
-    file = tmp_path / "out.json"
-    argv = (data, "--config", tmp_path / "r.yaml", "--json", file, "--min_coverage", "0", "--max_samples", "40")
-    assert analyze_dataset.main([str(word) for word in argv]) == 0
-    result = json.loads(file.read_text())
-    assert result["dataset"] == [str(data)] and result["recommendation"]["max_length"] == 128  # not the recipe's
-    assert result["pairs"] == 40
-    assert not (tmp_path / "run").exists()  # nothing is written but --json
-
-
 @pytest.mark.parametrize("option", ["--json", "--dropped"])
 def test_the_dataset_is_not_overwritten(write_rows, tiny_folder, tmp_path, monkeypatch, capsys, option):
     data = write_rows("pairs.jsonl", ROWS)

@@ -322,15 +322,6 @@ def test_failures_that_pass_are_waited_for(hub, run):
     assert files(hub)[WEIGHTS] == (run / WEIGHTS).read_bytes() and read_status(run)["state"] == "done"
 
 
-@pytest.mark.slow
-def test_a_repository_that_is_renamed_during_a_push_gets_the_model(hub, run):
-    hub.fault("POST .*/preupload/", "lab/renamed")
-    assert push(run) == 0
-    assert hub.repos.keys() == {"lab/renamed"}
-    assert WEIGHTS in hub.repos["lab/renamed"].files("main")
-    assert "/lab/model/commit/" in read_status(run)["pushed"], "the Hub redirects from there"
-
-
 def test_what_is_finished_or_pushed_has_the_base_s_dtype_and_a_checkpoint_its_own(
     hub, tiny_folder, write_rows, tmp_path, no_report
 ):

@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
+from sfm_dpo.common.files import write_json
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.report.model_card import hide_paths, write_model_card
 from sfm_dpo.report.page import changed_fields, format_summary, format_yaml, last_user_turn, write_report
@@ -20,10 +21,6 @@ from tests.toolbox import edit
 
 STEPS = 6
 HOSTILE = "</pre></div><script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)> & \"quoted\" 'text'"
-
-
-def save(run: Path, name: str, content) -> None:
-    (run / name).write_text(json.dumps(content))
 
 
 class Page(HTMLParser):
@@ -97,7 +94,7 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
 
 def test_what_a_run_has_learned_is_said_everywhere(run, without_curves):
     log = [e | ({"eval_rewards/accuracies": 0.75} if "eval_loss" in e else {}) for e in read_run(run)["log"]]
-    save(run, "trainer_state.json", {"global_step": STEPS, "log_history": log})
+    write_json(run / "trainer_state.json", {"global_step": STEPS, "log_history": log})
     (run / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
     write_model_card(run)
     page = page_of(run)
@@ -112,7 +109,7 @@ def test_what_a_run_has_learned_is_said_everywhere(run, without_curves):
 
 def test_a_restart_is_drawn_and_steps_are_counted_since_it(run, without_curves):
     starts = read_run(run)["environment"]["starts"]
-    save(run, "environment.json", read_run(run)["environment"] | {"starts": [*starts, starts[0] | {"step": 4}]})
+    write_json(run / "environment.json", read_run(run)["environment"] | {"starts": [*starts, starts[0] | {"step": 4}]})
     facts = read_run(run)
     assert f"{STEPS} optimizer steps, {STEPS - 4} of them since the last start in 0:00:" in format_summary(run)
     (_, svg), *_ = draw_curves(facts, run / "figures", panels=["loss"])
@@ -123,7 +120,7 @@ def test_a_restart_is_drawn_and_steps_are_counted_since_it(run, without_curves):
 def test_without_held_out_pairs_page_status_and_card_say_that_nothing_was_judged(run, without_curves):
     """However far the margin of the training pairs has grown; a run that has not ended has no verdict at all."""
     log = [{"step": i, "loss": 0.69, "rewards/margins": 1.0 + i / 9} for i in range(1, 41)]
-    save(run, "trainer_state.json", {"global_step": 40, "log_history": log})
+    write_json(run / "trainer_state.json", {"global_step": 40, "log_history": log})
     (run / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
     edit(run / "data.json", eval=0)
     write_model_card(run)
@@ -131,7 +128,7 @@ def test_without_held_out_pairs_page_status_and_card_say_that_nothing_was_judged
         assert "Not judged: no pairs were held out (eval_fraction)." in text and "earned" not in text
     assert describe_run(run, None, 0.0)["verdict"] == "not judged"
     (run / "complete.json").unlink()
-    save(run, "status.json", {"state": "stopped", "step": 29})
+    write_json(run / "status.json", {"state": "stopped", "step": 29})
     assert describe_run(run, None, 0.0)["verdict"] is None
     assert "Not judged" not in page_of(run).text + format_summary(run)
 
@@ -157,11 +154,11 @@ def test_the_verdict_is_that_of_the_interval(log, verdict, words):
 
 def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
     (run / "complete.json").unlink()
-    save(run, "status.json", {"state": "failed", "message": HOSTILE})
-    save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE + "!"] * 2, "table": [[HOSTILE]]})
-    save(run, "health.json", {"signal": HOSTILE, "nested": {"a": HOSTILE}})
+    write_json(run / "status.json", {"state": "failed", "message": HOSTILE})
+    write_json(run / "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE + "!"] * 2, "table": [[HOSTILE]]})
+    write_json(run / "health.json", {"signal": HOSTILE, "nested": {"a": HOSTILE}})
     edit(run / "data.json", sources=[HOSTILE], dropped={HOSTILE: 3})
-    save(run, "samples.json", [{"prompt": HOSTILE, "before": HOSTILE, "after": HOSTILE}])
+    write_json(run / "samples.json", [{"prompt": HOSTILE, "before": HOSTILE, "after": HOSTILE}])
     edit(run / "resolved_config.yaml", run_name=HOSTILE)
     page = page_of(run)
     assert page.text.count("alert(1)") >= 12  # each place shows it as text
@@ -169,7 +166,7 @@ def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
 
 
 def test_a_run_that_failed_before_its_first_step(tmp_path):
-    save(tmp_path, "status.json", {"state": "failed", "exit_code": 2, "message": "beta -1: must be above 0"})
+    write_json(tmp_path / "status.json", {"state": "failed", "exit_code": 2, "message": "beta -1: must be above 0"})
     page = page_of(tmp_path)
     assert "The run failed." in page.text and "beta -1: must be above 0" in page.text
     assert "No metric was logged." in page.text and not (tmp_path / "figures").exists()
@@ -182,7 +179,7 @@ def test_a_killed_run_with_damaged_files_is_told_from_its_newest_checkpoint(run,
     (run / "resolved_config.yaml").write_text("{half a fi")
     (run / f"checkpoint-{STEPS}/complete.json").unlink()
     (run / "complete.json").unlink()
-    save(run, "status.json", {"state": "running", "step": 5, "message": ""})
+    write_json(run / "status.json", {"state": "running", "step": 5, "message": ""})
     page = page_of(run)
     assert "was killed" in page.text
     assert "checkpoint-4" in format_summary(run)  # and not the model, which a killed run may have half written
@@ -197,7 +194,7 @@ def test_values_that_are_no_numbers(run, without_curves):
     for entry in train:
         entry["entropy"] = math.nan
         entry["perf/padding_fraction"] = 0.0
-    save(run, "trainer_state.json", state | {"global_step": STEPS + 1})
+    write_json(run / "trainer_state.json", state | {"global_step": STEPS + 1})
     page_of(run)
     drawn = draw_curves(read_run(run), run / "drawn", panels=("loss", "margin", "entropy", "grad_norm"))
     assert {"Loss", "Reward margin", "Gradient norm"} <= {title.split(",")[0] for title, _ in drawn}
@@ -236,7 +233,7 @@ def test_no_path_of_this_machine_is_in_the_card():
 def test_secrets_in_the_files_do_not_reach_report_and_summary(run, without_curves, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "canary0123456789canary")
     (run / "complete.json").unlink()
-    save(run, "status.json", {"state": "failed", "message": "401 for canary0123456789canary, hf_" + "A" * 34})
+    write_json(run / "status.json", {"state": "failed", "message": "401 for canary0123456789canary, hf_" + "A" * 34})
     edit(run / "resolved_config.yaml", model_name_or_path="canary0123456789canary")  # `key: ***` would be an error
     text = write_report(run).read_text()
     out = format_summary(run)

@@ -1,7 +1,6 @@
 """Wrong input to every command: one line that names field, value and remedy. Recipes: config/test_fields.py."""
 
-import gzip
-import importlib.util
+import importlib
 import os
 import shlex
 import shutil
@@ -33,18 +32,15 @@ def with_config(**fields) -> Callable[[Path], None]:
     return lambda folder: edit(folder / "config.json", **fields)
 
 
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n"
 # Copies of a good model, and of a good run, each with one thing wrong.
 MODELS = {
     "more_layers": with_config(num_hidden_layers=4),
     "other_size": with_config(intermediate_size=97),
     "few_positions": with_config(max_position_embeddings=8),
-    "unknown_type": with_file("config.json", '{"model_type": "lama"}'),
     "no_tokenizer": lambda folder: [path.unlink() for path in folder.glob("*token*")],
     "template_syntax": with_file("chat_template.jinja", "{% for m in messages %}{{ m['content'] }"),
     "kernel": with_config(_attn_implementation="evil/kernel"),
     "encoder": with_config(model_type="t5"),
-    "weights_lfs": with_file("model.safetensors", LFS),
     "no_shard": lambda folder: (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors"),
 }
 RUNS = {"config_list": with_file("resolved_config.yaml", "- a\n")}
@@ -66,9 +62,7 @@ def kit(tmp_path_factory, tiny_folder) -> Path:
         for name, change in changes.items():
             shutil.copytree(kit / source, kit / f"{source}s" / name)
             change(kit / f"{source}s" / name)
-    packed = gzip.compress((kit / "pairs.jsonl").read_bytes())
     for name, content in {
-        "cut.jsonl": packed[: len(packed) // 2],
         "empty.jsonl": b"",
         "models/no_shard/model.safetensors.index.json": b'{"metadata": {}, "weight_map": {"a": "gone.safetensors"}}',
         "deep.jsonl": b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
@@ -86,21 +80,13 @@ def words(text: str, kit: Path, out: Path) -> list[str]:
 
 
 def main_of(command: str) -> Callable[[list[str]], int]:
-    modules = {"train_dpo": train_dpo}
-    if command not in modules:
-        path = ROOT / ("bench" if command == "throughput" else "scripts") / f"{command}.py"
-        spec = importlib.util.spec_from_file_location(f"bad_{command}", path)
-        modules[command] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(modules[command])
-    return modules[command].main
+    return importlib.import_module("bench.throughput" if command == "throughput" else command).main
 
 
 CASES = {
     "plan": [
-        (f"{RECIPE} --num_gpus four", "--num_gpus: invalid int value: 'four'"),
         (f"{RECIPE} --num_gpus 0", "--num_gpus: '0': must be at least 1 (see"),
         (f"{RECIPE} --gpu b2000", "--gpu B2000: unknown; "),
-        (f"{RECIPE} --num_gpus 3", "global_batch_size ", ": is not a multiple of 3 process(es); choose "),
         (f"{RECIPE} --lengths {{kit}}/list.json", "--lengths", "list.json", "give the JSON of analyze_dataset.py"),
         (f"{RECIPE} --global_batch_size 8 --model_name_or_path {{kit}}/models/encoder", "t5 is not a causal language"),
     ],
@@ -109,7 +95,6 @@ CASES = {
     "compare_runs": [(f"{RUN}/trainer_state.json {RUN}", "trainer_state.json: not a run's folder")],
     "push_to_hub": [
         (f"{RUN} --hub_model_id 'a name/x y'", "hub_model_id a name/x y: ", "give a name such as my-org/my-model"),
-        (f"{RUN} --hub_private_repo maybe", "--hub_private_repo: invalid choice: 'maybe'"),
         ("{kit}/runs/config_list", "resolved_config.yaml: missing or damaged", "restore it"),
     ],
     "evaluate": [
@@ -117,10 +102,7 @@ CASES = {
         (f"{RUN} --tasks arc_esy", "--tasks arc_esy: cannot be loaded", "`lm_eval ls tasks` lists all tasks"),
         (f"{RUN} --tasks {{kit}}/task.yaml", "task.yaml: cannot be loaded", "nowhere.jsonl"),
     ],
-    "generate": [
-        ("{kit}/nothing hi", "nothing: neither a folder with a model nor a model on the Hub", "has no nothing"),
-        ("{kit}/models/weights_lfs hi", "weights_lfs: cannot be loaded"),
-    ],
+    "generate": [("{kit}/nothing hi", "nothing: neither a folder with a model nor a model on", "has no nothing")],
     "check_config": [
         (f"four {TRAIN}", "cannot read four: FileNotFoundError"),
         (f"configs/accelerate/cpu.yaml four {TRAIN}", "four: give a launch file, the number of processes"),
@@ -140,12 +122,10 @@ CASES = {
         (f"{TRAIN} --global_batch_size 16", "there are only 8 pairs", "use a smaller global_batch_size (2), or"),
         (f"{ON}/few_positions", "max_length 256: a pair has", "the model has 8 positions", "set max_length: 8"),
         (f"{TRAIN} --model_name_or_path {{kit}}/model/config.json", "config.json: is a file; give the folder"),
-        (f"{TRAIN} --dataset_name {{kit}}/cut.jsonl", "cut.jsonl: cannot be read: EOFError: Compressed file ended"),
         (f"{TRAIN} --dataset_name {{kit}}/half.jsonl", "half.jsonl: line 9: ", "surrogates not allowed"),
         (f"{TRAIN} --dataset_name {{kit}}/deep.jsonl", "deep.jsonl: line 1: maximum recursion depth"),
         (f"{TRAIN} --model_name_or_path /nope", "model_name_or_path /nope: neither a folder with a model nor"),
         (f"{ON}/no_tokenizer", "no_tokenizer: cannot load a tokenizer"),
-        (f"{ON}/unknown_type", "model type `lama`"),
         (f"{ON}/more_layers --dataset_name no", "model.layers.3.", "is missing (and 8 more)", "take config.json and"),
         (f"{ON}/other_size", "mlp", "has another shape"),
         (f"{CHATS}/template_syntax", "its chat template, line 1"),

@@ -14,7 +14,7 @@ from sfm_dpo.run.folder import read_status
 from tests.commands import runnable
 from tests.project import link
 from tests.slurm.jobs import CPU, end_of, log_of, stand_in, train
-from tests.toolbox import error_line, logged, wait_for, write_jsonl, write_task
+from tests.toolbox import error_line, logged, write_jsonl, write_task
 
 pytestmark = pytest.mark.slurm
 INSTRUCT = "dpo-instruct-train"
@@ -105,50 +105,28 @@ exec bash scripts/evaluate.sh "$1" --tasks sums.yaml --out "$3"
 
 
 @pytest.mark.grid
-def test_checkpoints_are_evaluated_by_jobs_of_their_own_once_through_a_requeue(cluster, project):
-    """Jobs wait in the queue while the run is requeued, and for longer than it lives; one of them is killed."""
+def test_checkpoints_are_evaluated_by_jobs_of_their_own(cluster, project):
+    """They wait in the queue for longer than the run lives. Stops and kills: tests/e2e/test_eval_command.py."""
     rows = [{"question": f"What is {i} and {i}?", "choices": [f"{2 * i}.", "No."]} for i in range(8)]
     write_task(project / "sums.yaml", write_jsonl(project / "sums.jsonl", rows))
     (project / "my_eval.sh").write_text(EVALUATE)
     run = project / "outputs/evaluated"
-    fields = {"output_dir": "outputs/evaluated", "max_steps": 30, "save_steps": 15, "global_batch_size": 16}
-    fields["eval_command"] = "sbatch --hold my_eval.sh '{checkpoint}' {step} '{out}'"
+    command = "sbatch --hold my_eval.sh '{checkpoint}' {step} '{out}'"
+    fields = {"output_dir": "outputs/evaluated", "max_steps": 4, "save_steps": 2, "eval_command": command}
     job = train(cluster, project, env={"NUM_PROCESSES": "1"}, **fields)
-    wait_for((run / "evaluations/step-15.log").exists, 1800)
-    (run / "STOP").touch()
-    log = end_of(cluster, project, job, restarts=1)
-    stopped = int(re.search(r"stopped on request at step (\d+)", log)[1])
-    jobs = {}
-    for step in {15, stopped, 30}:
-        text = (run / f"evaluations/step-{step}.log").read_text()
-        jobs[step] = text.removeprefix("Submitted batch job ").strip()
-        assert jobs[step].isdecimal(), text
-    assert "step-30; once they have ended, run python scripts/evaluate.py outputs/evaluated" in log
-    assert (run / "checkpoint-15").is_dir(), "it is kept for its evaluation"
-    cluster.run("scancel", jobs[15])
-    release(cluster, *(jobs[step] for step in jobs if step != 15))
-    evaluation = json.loads((run / "evaluation.json").read_text())
-    assert [row["task"] for row in evaluation["benchmarks"]] == ["sums"]  # the final model's, beside the base
-    assert read_status(run)["open"] == ["evaluated"]
-    assert (run / "checkpoint-15").is_dir(), "its evaluation was killed"
-
-    (run / "evaluations/step-15.log").unlink()
-    end_of(cluster, project, train(cluster, project, env={"NUM_PROCESSES": "1"}, **fields))  # trains nothing
-    again = (run / "evaluations/step-15.log").read_text().split()[-1]
-    release(cluster, again)
-    assert evaluate.main([str(run)]) == 0
-    results = json.loads((run / "evaluation.json").read_text())["checkpoints"]
-    assert {int(step) for step in results} == jobs.keys()
-    assert all(0 <= scores["sums/acc"]["value"] <= 1 for scores in results.values())
-    environment = (project / "logs/environment-30").read_text()
-    assert not re.search("^SLURM_(GPUS_PER_NODE|MEM_PER_NODE|STEP_ID)=", environment, re.MULTILINE)
-
-
-def release(cluster, *jobs: str) -> None:
-    """Lets held jobs run, and waits for their ends."""
+    log = end_of(cluster, project, job)
+    assert "step-2, step-4; once they have ended, run python scripts/evaluate.py outputs/evaluated" in log
+    jobs = [(run / f"evaluations/step-{step}.log").read_text().split()[-1] for step in (2, 4)]
     for job in jobs:
         cluster.run("scontrol", "release", job)
-    assert [cluster.wait(job, 1800)["ExitCode"] for job in jobs] == ["0:0"] * len(jobs)
+    assert [cluster.wait(job, 1800)["ExitCode"] for job in jobs] == ["0:0", "0:0"]
+    assert evaluate.main([str(run)]) == 0
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert [row["task"] for row in evaluation["benchmarks"]] == ["sums"]  # the final model's, beside the base
+    assert evaluation["checkpoints"].keys() == {"2", "4"}
+    assert all(0 <= scores["sums/acc"]["value"] <= 1 for scores in evaluation["checkpoints"].values())
+    environment = (project / "logs/environment-4").read_text()
+    assert not re.search("^SLURM_(GPUS_PER_NODE|MEM_PER_NODE|STEP_ID)=", environment, re.MULTILINE)
 
 
 SITE = """
