@@ -498,8 +498,14 @@ def resolve_report_to(report_to: list[str]) -> list[str]:
         check_known("report_to", tracker, INTEGRATION_TO_CALLBACK)  # `all` is refused: it includes W&B's login prompt
         if tracker not in get_available_reporting_integrations():
             raise UserError(f"report_to {tracker}: not installed; pip install {tracker}, or remove it")
+    key = os.environ.get("WANDB_API_KEY")
     is_offline = os.environ.get("WANDB_MODE") in ("offline", "disabled")
-    if "wandb" in trackers and not (os.environ.get("WANDB_API_KEY") or is_offline or has_wandb_login()):
+    if "wandb" in trackers and key and not is_offline:
+        from wandb.sdk.lib.wbauth.validation import check_api_key  # takes seconds
+
+        if problem := check_api_key(key):
+            raise UserError(f"report_to wandb: WANDB_API_KEY: {problem} Copy it from wandb.ai/authorize")
+    if "wandb" in trackers and not (key or is_offline or has_wandb_login()):
         trackers.remove("wandb")
         log.info("W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set, and `wandb login` was not run")
     return trackers

@@ -83,8 +83,8 @@ class Guard(TrainerCallback, ExportableState):
         return self.on_epoch_end(args, state, control)
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Answers the prompts on rank 0, which has all weights under ZeRO-2, and writes samples.json, beginning with the
-        answer that has changed most."""
+        """Answers the prompts on rank 0, which has all weights under ZeRO-2, and writes samples.json, the answer that
+        has changed most first."""
         is_due = self.prompts and (state.global_step % args.guard_generations == 0 or not self.first_texts)
         if not is_due or not is_main_process():
             return

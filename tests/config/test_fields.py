@@ -337,6 +337,9 @@ def test_wandb_is_off_without_a_key_and_said_so(monkeypatch, tmp_path, capsys):
     assert resolve_report_to(["wandb"]) == []
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     assert resolve_report_to(["wandb"]) == ["wandb"]
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 39)
+    with pytest.raises(UserError, match=r"report_to wandb: WANDB_API_KEY: API key must have 40\+ characters"):
+        resolve_report_to(["wandb"])
 
 
 def test_a_cache_without_file_locks_is_one_line(parse, monkeypatch):
