@@ -114,7 +114,7 @@ class TrainConfig(DPOConfig):
         super().__post_init__()
         if is_unset:  # which transformers takes for false
             self.__dict__.update(unset)
-        if self.log_level == "info":  # of Transformers, which would print each configuration; ours is always shown
+        if vars(self)["log_level"] == "info":  # of Transformers, which would print each configuration; ours is always shown
             self.log_level = "warning"
 
 

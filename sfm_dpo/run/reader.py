@@ -131,7 +131,7 @@ def describe_calibration(found: Calibration) -> list[tuple[str, str]]:
         rows.append(("memory measured and planned", sizes))
     for kernel, milliseconds in found.kernels.items():
         rows.append((f"micro-batch by {kernel}, all layers checkpointed", f"{milliseconds:.0f} ms"))
-    if found.hours is not None:
+    if found.hours is not None and found.reference_hours is not None:
         rows.append(("average micro-batch", f"{found.milliseconds:.0f} ms"))
         rate = f"{found.tokens_per_second:,.0f} tokens/s a device, without communication"
         rate += f", {found.mfu:.1%} MFU" if found.mfu else ""
