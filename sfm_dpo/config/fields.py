@@ -114,7 +114,7 @@ class TrainConfig(DPOConfig):
         super().__post_init__()
         if is_unset:  # which transformers takes for false
             self.__dict__.update(unset)
-        if vars(self)["log_level"] == "info":  # of Transformers, which would print each configuration; ours is always shown
+        if vars(self)["log_level"] == "info":  # Transformers would print each configuration; our log is always info
             self.log_level = "warning"
 
 
