@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 SHOWN = {  # name in the log: (name on the progress line, format)
     "loss": ("loss", "{:.4f}"),
-    "rewards/margins": ("margin", "{:+.4f}"),
+    "rewards/margins": ("margin", "{:+z.4f}"),  # z: no -0.0000
     "rewards/accuracies": ("accuracy", "{:.2f}"),
     "logps/chosen": ("logp chosen", "{:.1f}"),
     "logps/rejected": ("rejected", "{:.1f}"),
