@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def main(healthy: Path, collapsed: Path) -> None:
-    page = ["--window-size=1100,1250", f"--screenshot={HERE / 'report.png'}", (healthy / "report.html").as_uri()]
+    page = ["--window-size=1100,1310", f"--screenshot={HERE / 'report.png'}", (healthy / "report.html").as_uri()]
     subprocess.run(["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", *page], check=True)
     with rc_context(STYLE):
         figure = Figure(figsize=(9.9, 3.2), layout="constrained")
