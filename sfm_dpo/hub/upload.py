@@ -52,7 +52,7 @@ def check_access(model_id: str, private: bool | None, revision: str | None, reme
     other check proves that this is possible.
     """
     if not get_token():
-        raise UserError(f"push_to_hub: no token; put HF_TOKEN into .env, or {remedy}")
+        raise UserError(f"push_to_hub: no token; put HF_TOKEN into .env, run `hf auth login`, or {remedy}")
     api = HfApi()
 
     def prepare_repository() -> str:
@@ -182,7 +182,7 @@ def record_failure(run: Path, reason: str, words: Sequence[str]) -> str:
 def push(model: SavedModel, repo: str, revision: str | None, private: bool | None) -> None:
     """Describes and uploads a model that loads; status.json records it for a finished run. Raises UserError if the
     model does not load or is being pushed, and HubError."""
-    repo = check_access(repo, private, revision, "push later")
+    repo = check_access(repo, private, revision, "push again later")
     branch = (revision or "main").replace("{step}", str(model.step))
     if revision and "{step}" in revision and model.step is None:  # the final model
         branch = "main"

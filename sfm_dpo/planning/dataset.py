@@ -102,8 +102,8 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset, pair
 
 
 NOTE = (
-    "*: recommended. untruncated: pairs that lose no token. dropped: no response token is left, both responses are "
-    "equal once cut (equal) or, with overlong: drop, the pair is longer. tokens, FLOPs: per epoch, without padding. "
+    "*: recommended. untruncated: pairs that lose no token. dropped: no response token is left, both responses are\n"
+    "equal once cut (equal) or, with overlong: drop, the pair is longer. tokens, FLOPs: per epoch, without padding.\n"
     "step time: relative to the recommendation."
 )
 HEADINGS = "max_length,max_prompt_length,untruncated,tokens kept,dropped,equal,tokens,FLOPs,step time".split(",")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,11 @@ def format_plan(plan: dict[str, Any]) -> str:
     ]
     columns = [_format_launch(launch, plan["checkpoints"]) for launch in plan["launches"].values()]
     table = [(name, *(column[name] for column in columns)) for name in columns[0]]
-    refused = [name for name, launch in plan["launches"].items() if launch["fits"] == "no"]
-    remedies = [f"{name} does not fit; {_find_remedy(name, plan['launches'])}" for name in refused]
+    refused: dict[str, list[str]] = defaultdict(list)  # launches by remedy
+    for name, launch in plan["launches"].items():
+        if launch["fits"] == "no":
+            refused[_find_remedy(name, plan["launches"])].append(name)
+    remedies = [f"do not fit as configured: {', '.join(names)}; {remedy}" for remedy, names in refused.items()]
     return "\n".join([format_table(summary, indent=0), format_table(table, ["", *plan["launches"]], "lr"), *remedies])
 
 

@@ -38,7 +38,7 @@ from sfm_dpo.run.lock import LOCK, read_owner
 
 # Verdicts of `judge_learning`, and what to look at
 LEARNED = ("learned", "")
-UNCLEAR = ("no evidence of learning", "; look at learning_rate, the number of steps and the preflight's gap per token")
+UNCLEAR = ("no evidence of learning", "; look at learning_rate, steps and how many pairs are held out")
 WORSE = ("worse than the base model", "; check that chosen and rejected are not swapped, and lower learning_rate")
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
 LOCKED = "locked"  # shown of a folder that a job has taken and written nothing to

@@ -250,7 +250,7 @@ def test_what_is_no_finished_model_is_refused_in_one_line(hub, run, tmp_path, ca
 @pytest.mark.parametrize(
     ("token", "model_id", "message"),
     [
-        ("", "lab/m", "no token; put HF_TOKEN into .env, or do X"),
+        ("", "lab/m", "no token; put HF_TOKEN into .env, run `hf auth login`, or do X"),
         ("hf_wrong", "lab/m", "Invalid credentials"),
         (TOKEN, "else/m", "403 Forbidden"),
         (TOKEN, "a b", "HFValidationError"),

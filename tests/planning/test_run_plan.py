@@ -80,7 +80,7 @@ def test_a_7b_model_trains_on_one_gpu_with_its_optimizer_on_the_host(plan_of, sh
     seconds = 3600 * offload["host_hours"] / plan["batch"]["steps"]
     assert seconds == pytest.approx((6 / 6e9 + 42 / 1e11) * plan["model"]["trained"])
     text = format_plan(plan)
-    assert "\nzero2 does not fit; LAUNCH=offload fits with --" in text
+    assert "\ndo not fit as configured: zero2, zero3, fsdp2; LAUNCH=offload fits with --" in text
     assert re.search(rf"\n  host memory +- +- +- +{offload['host'] / 2**30:.1f}\n", text)
 
 
@@ -142,7 +142,7 @@ def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys, environm
 def test_what_does_not_fit_is_said_with_what_does(plan_of):
     lengths = lengths_of(8, 100, 3000, 3000)
     text = format_plan(plan_of(PYTHIA, lengths, ["--gradient_checkpointing", "false", "--memory_gib", "80"]).plan())
-    assert "zero2 does not fit; LAUNCH=zero2 fits with --per_device_train_batch_size" in text and " minutes)" in text
+    assert "do not fit as configured: zero2; LAUNCH=zero2 fits with --per_device_train_batch_size" in text and " minutes)" in text
     text = format_plan(plan_of(PYTHIA, lengths, ["--memory_gib", "40"]).plan())
-    assert "zero2 does not fit; LAUNCH=zero3 fits with --per_device_train_batch_size 1 " in text
-    assert "zero2 does not fit; use more GPUs" in format_plan(plan_of(PYTHIA, lengths, ["--memory_gib", "4"]).plan())
+    assert "do not fit as configured: zero2, zero3; LAUNCH=zero3 fits with --per_device_train_batch_size 1 " in text
+    assert "; use more GPUs" in format_plan(plan_of(PYTHIA, lengths, ["--memory_gib", "4"]).plan())
