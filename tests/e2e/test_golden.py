@@ -192,7 +192,7 @@ LOADING = f"""{START}from sfm_dpo.train import trainer
 class Trainer(train_dpo.SFMDPOTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        print("loaded in", self.model.dtype)
+        sys.stdout.write(f"loaded in {{self.model.dtype}}\\n")  # print would mix with the other rank's
 
     def compute_loss(self, *args, **kwargs):
         loss = super().compute_loss(*args, **kwargs)
@@ -228,7 +228,7 @@ class Trainer(train_dpo.SFMDPOTrainer):
     def _prepare_for_training(self, *args):
         result = super()._prepare_for_training(*args)
         files = [line.split()[-1] for line in open("/proc/self/maps") if "optim_states" in line]
-        print("mapped", len(set(files)), "of", len(self.optimizer.optimizer.optimizer.state))
+        sys.stdout.write(f"mapped {{len(set(files))}} of {{len(self.optimizer.optimizer.optimizer.state)}}\\n")
         return result
 
 sys.exit(train_dpo.main(sys.argv[1:], Trainer))
