@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from sfm_dpo.common.distributed import is_main_process, share_error, world_size
-from sfm_dpo.common.errors import NOT_PUSHED, UserError, user_input
+from sfm_dpo.common.errors import DISK_REMEDIES, NOT_PUSHED, UserError, user_input
 from sfm_dpo.common.files import PROJECT, naming, now, write_atomically, write_json
 from sfm_dpo.common.process import ask
 from sfm_dpo.common.secrets import mask, mask_values
@@ -218,7 +218,9 @@ def make_folder(run: Path) -> Path:
         (run / ".writable").touch()
         (run / ".writable").unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"output_dir {run}: cannot be written: {error.strerror}; choose another output_dir") from error
+        remedy = f"{DISK_REMEDIES[error.errno]}, or " if error.errno in DISK_REMEDIES else ""
+        what = f"output_dir {run}: cannot be written: {error.strerror}"
+        raise UserError(f"{what}; {remedy}choose another output_dir") from error
     return run
 
 
