@@ -310,7 +310,7 @@ class TrainingRun:
             status = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)} | status
             status["for_good"] = stop_is_for_good(self.folder)
             clear_stop(self.folder)
-            then = "; nothing was saved; the same command starts again"
+            then = "; no checkpoint was saved; the same command starts again"
             if checkpoint:
                 then = f"; run the same command again to resume from {checkpoint}"
             log.info(f"{end}{'' if isinstance(end, PreflightDone) else then}")

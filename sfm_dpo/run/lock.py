@@ -143,6 +143,8 @@ def take_folder(run: Path) -> Lease:
 def check_owner(run: Path) -> dict[str, Any]:
     """The owner of a run's lock, which has ended or is an earlier start of this job. Raises UserError otherwise."""
     path = run / LOCK
+    with suppress(FileNotFoundError, PermissionError), naming(path):
+        path.read_bytes()  # a disk's error does not mean that the lock is damaged
     owner = read_owner(path)
     if not owner and path.exists():
         time.sleep(SETTLE_SECONDS)  # its owner may be writing it

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from difflib import SequenceMatcher
 from pathlib import Path
 
 import pytest
@@ -91,5 +92,7 @@ def test_a_run_that_ends_after_every_step_is_the_undisturbed_run(place, monkeypa
     for part, content in expected.items():
         assert found[part] == content, part
     if fields is COLLAPSES:
+        ratios = [SequenceMatcher(None, row["before"], row["after"]).ratio() for row in expected["end"]["samples"]]
+        assert ratios == sorted(ratios) and ratios[0] < ratios[-1]
         health = expected["end"]["health"]
         assert (health["verdict"], health["last_healthy"]) == ("collapsed", str(run / "checkpoint-1"))

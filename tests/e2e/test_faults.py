@@ -14,6 +14,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -127,6 +128,14 @@ def test_after_a_failed_operation_the_same_command_ends_bitwise(
     assert was_done == ("already done" in again.log), again.log[-4000:]
     assert not list(run.folder.rglob(".tmp*")) and not list(run.folder.rglob(".*.partial"))
     assert_same_run(again, uninterrupted(*LAUNCHES[launch]))
+
+
+def test_a_disk_that_fails_does_not_make_a_lock_stale(failing_disk, tmp_path):
+    env = {"LD_PRELOAD": str(failing_disk), "FAILING_DISK": f"{tmp_path}/", "FAILING_LOG": os.devnull}
+    env |= {"FAILING_OPERATION": f"read 1 {errno.EIO} later"}
+    code = f"from pathlib import Path; from sfm_dpo.run.lock import take_folder; take_folder(Path('{tmp_path}'))"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True)
+    assert f"Input/output error: '{tmp_path}/.lock'" in done.stderr, done.stderr
 
 
 def obey_permissions() -> None:

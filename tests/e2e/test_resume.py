@@ -68,6 +68,7 @@ def test_stop_file_during_the_reference_pass_keeps_its_shards(place, uninterrupt
     assert 3 <= len(kept) < 64
     assert "stopped on request during the reference pass; its shards are kept in" in run.status["message"]
     assert (run.status["step"], run.status["checkpoint"]) == (0, None)
+    assert "; no checkpoint was saved; the same command starts again\n" in run.log
 
     again = train_here("reference", hf_home=apart.hf_home)
     assert re.search(rf"reference log-probs of the train pairs: {len(kept)} of \d+ shards", again.log)

@@ -75,6 +75,7 @@ def test_recorded_collapses_are_stopped_before_margin_6(rows, beta, by_step, beg
     (finding,) = replay(log, RUN._replace(beta=beta)).values()
     assert (finding.signal, finding.stops, finding.began) == ("collapse", True, began)
     assert finding.step <= by_step
+    assert ("sigmoid_norm" in finding.remedy) == (RUN.chosen_tokens != 1)
     assert next(entry for entry in log if entry["step"] == finding.step)["rewards/margins"] < 6
 
 
@@ -98,7 +99,8 @@ def test_a_margin_made_of_likelier_chosen_answers_is_no_collapse():
     rows = [(i, math.log1p(math.exp(-m)), m, 0.9 * m) for i, m in enumerate([0, 0.5, 2, 4, 6, 7], 1)]
     log = entries(rows, ("loss", "rewards/margins", "rewards/chosen"))
     assert not replay(log, NORM)
-    assert "collapse" in replay([entry | {"rewards/chosen": -entry["rewards/chosen"]} for entry in log], NORM)
+    (finding,) = replay([entry | {"rewards/chosen": -entry["rewards/chosen"]} for entry in log], NORM).values()
+    assert finding.signal == "collapse" and "sigmoid_norm" not in finding.remedy
 
 
 def test_with_another_reference_the_rules_count_from_the_first_entry():

@@ -55,6 +55,8 @@ def test_output_dir_that_cannot_be_a_folder(tmp_path):
     for impossible in (tmp_path / "link", tmp_path / "file" / "run", "/proc/run"):
         with pytest.raises(UserError, match=r"cannot be written: .*; choose another"):
             make_folder(Path(impossible))
+    with pytest.raises(UserError, match="give yourself read and write permission, or choose another output_dir"):
+        make_folder(Path("/sys/run"))
 
 
 def test_status_holds_the_contract(tmp_path):
