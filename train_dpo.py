@@ -16,6 +16,7 @@ import sfm_dpo
 
 sfm_dpo.setup(by_ranks=True)
 
+import faulthandler
 import logging
 import sys
 from collections.abc import Sequence
@@ -179,4 +180,5 @@ def save_final(trainer: SFMDPOTrainer) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # a library that aborts the process does not say where
     sys.exit(main(sys.argv[1:]))

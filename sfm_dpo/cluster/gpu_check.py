@@ -89,7 +89,8 @@ class GpuCheck:
             done = subprocess.run(words, cwd=PROJECT, env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
         if done.returncode:
             text = path.read_text()
-            errors = re.findall(r"^(?:error: |\w*(?:Error|Exception)\b).*", text, re.M) or [text[-300:]]
+            found = r"^(?:error: |terminate called|Fatal Python error|\w*(?:Error|Exception)\b).*"  # also of an abort
+            errors = re.findall(found, text, re.M) or [text[-300:]]
             raise RuntimeError(f"exit code {done.returncode}: {errors[0][:300]} ({path})")
 
     def compare(self, run: str, other: str) -> tuple[bool, str]:

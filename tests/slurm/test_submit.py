@@ -200,8 +200,9 @@ def test_a_dry_run_of_the_checks_on_the_cpu_passes_and_writes_its_table(cluster,
     job = cluster.sbatch("scripts/check_gpu.sh", "--config", "recipes/think.yaml", cwd=project, **CPU)
     record = cluster.wait(job, 3000)
     log = log_of(project, job, "check-gpu")
-    assert record["JobState"] == "COMPLETED", log[-6000:]
     folder = project / "outputs/check-gpu"
+    logs = [text[-4000:] for path in folder.glob("*.log") if "exitcode" in (text := path.read_text())]
+    assert record["JobState"] == "COMPLETED", "\n".join([log[-6000:], *logs])
     rows = json.loads((folder / "checks.json").read_text())
     assert [row["result"] for row in rows] == 7 * ["pass"], rows
     assert "memory measured" in rows[-1]["found"] and rows[5]["found"].startswith("loss within 0.0e+00 (")
