@@ -15,7 +15,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import sfm_dpo
-from sfm_dpo.run.folder import COLLECTIVES, STATUS, State, read_file, write_status
+from sfm_dpo.run.folder import COLLECTIVES, State, read_status, write_status
 
 log = logging.getLogger("sfm_dpo.cluster.launch")  # __name__ is __main__
 
@@ -26,17 +26,17 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("NCCL_DEBUG", "WARN")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # the last 2,000 collectives, torch's default
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{run.absolute()}/stacks/{COLLECTIVES}")
-    before = read_file(run / STATUS)
+    before = read_status(run)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True  # "Sending process ... SIGTERM"
     try:
         launch_command(launch_command_parser().parse_args(argv[1:]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()  # the launcher ended the others itself
-        status = read_file(run / STATUS)
+        status = read_status(run)
         if failure.exitcode < 0:
             message = f"rank {rank} on {platform.node()} was killed by {failure.signal_name()}"
-            # Unless a rank has recorded how the run ended
-            if status == before or State.of(status) in (State.RUNNING, State.FAILED):
+            is_untold = status == before or State.of(status) in (State.RUNNING, State.FAILED)  # how the run ended
+            if is_untold and not State.of(status).has_model:
                 write_status(run, State.FAILED, 1, message, any_rank=True, step=status.get("step"))
             log.error(message)
         elif failure.exitcode == 1 and status != before and status.get("message"):

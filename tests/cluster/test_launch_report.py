@@ -62,6 +62,9 @@ def test_the_rank_that_failed_first_is_named_not_the_lowest(tmp_path, monkeypatc
     monkeypatch.setattr(launch, "launch_command", Mock(side_effect=ChildFailedError("train", failures)))
     assert launch.main([str(tmp_path)]) == 1
     assert read_status(tmp_path)["message"] == f"rank 2 on {HOST} was killed by SIGKILL"
+    write_status(tmp_path, "done", 0)
+    assert launch.main([str(tmp_path)]) == 1
+    assert read_status(tmp_path)["state"] == "done", "a start in which only steps of the end were left"
 
 
 def test_a_rank_speaks_where_rank_0_does_not_know(tmp_path, monkeypatch):
