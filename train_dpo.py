@@ -87,7 +87,7 @@ def main(
                 pairs, caches = add_reference(base, path, pairs)
                 facts = replace(facts, reference=caches)
                 run.record(facts)
-                if not before.checkpoint and config.train.preflight != "skip":
+                if config.train.preflight != "skip" and (config.train.preflight_only or not before.checkpoint):
                     with base.computing(path), base.progress.during("the preflight"):
                         preflight(base, config, pairs.train, tokenizer, micro_batch.pairs)
             if config.train.preflight_only:

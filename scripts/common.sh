@@ -26,9 +26,10 @@ run_dpo() {
     export SLURM_JOB_START_TIME=${SLURM_JOB_START_TIME:-$(date +%s)} # Slurm sets it since 23.02; dates the STOP file
     export SFM_JOB_LOG SFM_GRACE_SECONDS # for status.json, and for a warning if a save takes longer
     SFM_JOB_LOG=$(readlink "/proc/$$/fd/1")
-    SFM_GRACE_SECONDS=$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "${BASH_SOURCE[-1]}")
+    SFM_GRACE_SECONDS=${SFM_GRACE_SECONDS:-$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "${BASH_SOURCE[-1]}")}
     ((${SLURM_JOB_END_TIME:-9999999999} - SLURM_JOB_START_TIME > ${SFM_GRACE_SECONDS:-0})) ||
-        fail "--time: shorter than the $SFM_GRACE_SECONDS s before its end in which the run stops and saves; give more"
+        fail "--time: shorter than the $SFM_GRACE_SECONDS s before its end in which the run stops and saves; give more," \
+            "or set SFM_GRACE_SECONDS to the seconds of your own --signal"
     use_environment
     count_processes
     first_host

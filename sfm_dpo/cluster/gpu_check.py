@@ -84,8 +84,8 @@ class GpuCheck:
         elif name == "single":
             env["CUDA_VISIBLE_DEVICES"] = first_gpu()
         path = self.folder / f"{name}.log"
-        with path.open("w") as log:  # timeout also ends the ranks
-            words = ["timeout", "--signal=KILL", str(TIMEOUT), *command]
+        with path.open("w") as log:  # a launcher that is killed would leave its ranks on the GPUs
+            words = ["timeout", "--kill-after=60", str(TIMEOUT), *command]
             done = subprocess.run(words, cwd=PROJECT, env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
         if done.returncode:
             text = path.read_text()

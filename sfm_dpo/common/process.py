@@ -16,6 +16,7 @@ def this_process() -> dict[str, Any]:
     """This process as the owner of a lease; `started` is there because process ids are reused."""
     return {
         "job": os.environ.get("SLURM_JOB_ID"),
+        "restart": os.environ.get("SLURM_RESTART_COUNT"),  # of the job
         "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
         "host": platform.node(),
         "uid": os.getuid(),

@@ -13,7 +13,7 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_table, now, write_json
 from sfm_dpo.common.statistics import mean_interval
 from sfm_dpo.model.attention import disable_cudnn_attention
-from sfm_dpo.model.loading import read_adapter
+from sfm_dpo.model.loading import find_adapter, find_base, read_adapter
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import evaluation_tables, write_report
 from sfm_dpo.run.folder import EVALUATION, EVALUATIONS
@@ -75,14 +75,18 @@ def load_tasks(names: list[str]) -> Any:
 def evaluate_benchmarks(model: SavedModel, options: dict[str, Any], with_base: bool) -> list[dict[str, Any]]:
     """Rows of `compare_results` for the model and its base model (or itself), with the settings used."""
     folder = str(model.folder)
-    if read_adapter(model.base, model.base_revision):
-        raise UserError(f"{folder}: its base model is a LoRA adapter, which lm-eval cannot load; merge {model.base}")
-    base = {"pretrained": model.base, "tokenizer": folder}
-    if model.base_revision:
-        base["revision"] = model.base_revision
+    adapter_field = "lora_local_path" if options["backend"] == "vllm" else "peft"
+    name, revision = find_base(model.base, model.base_revision)
+    base = {"pretrained": name, "tokenizer": folder}
+    if revision:
+        base["revision"] = revision
+    if adapter := read_adapter(model.base, model.base_revision):
+        if model.is_adapter or adapter["base_model_name_or_path"] != name:
+            raise UserError(f"{folder}: is built on two LoRA adapters; lm-eval loads one, so train from a merged base")
+        base[adapter_field] = str(find_adapter(model.base, model.base_revision))
     trained = {"pretrained": folder, "tokenizer": folder}
     if model.is_adapter:
-        trained = base | {"lora_local_path" if options["backend"] == "vllm" else "peft": folder}
+        trained = base | {adapter_field: folder}
     after = run_lm_eval(trained, **options)
     before = run_lm_eval(base, **options) if with_base else after
     facts = {"limit": options["limit"], "chat_template": options["apply_chat_template"], "time": now()}

@@ -7,10 +7,10 @@ half a minute, commits everything at once and never sends data twice. This modul
 import logging
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,8 +29,9 @@ from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.fields import Config, TrainConfig
 from sfm_dpo.model.loading import find_base
 from sfm_dpo.report.model_card import write_model_card
+from sfm_dpo.report.page import write_report
 from sfm_dpo.run.checkpoint import PUSHING
-from sfm_dpo.run.folder import CARD, PUSHED, State, read_status, write_end
+from sfm_dpo.run.folder import CARD, PUSHED, REPORT, State, read_status, write_end
 from sfm_dpo.run.lock import Lease, describe_owner, is_held, read_owner
 from sfm_dpo.run.model_files import find_folder, finish_model
 from sfm_dpo.run.saved_model import SavedModel, check_loads, check_on_hub, find_on_hub
@@ -186,6 +187,7 @@ def push(model: SavedModel, repo: str, revision: str | None, private: bool | Non
     branch = (revision or "main").replace("{step}", str(model.step))
     if revision and "{step}" in revision and model.step is None:  # the final model
         branch = "main"
+    staged = model.run / f".hub-{model.step or 'final'}"  # narrowed weights need the room
     mark = model.folder / PUSHING
     lease = Lease(mark)
     if is_held(mark) or not (lease.take() or lease.take_over(read_owner(mark))):
@@ -193,21 +195,24 @@ def push(model: SavedModel, repo: str, revision: str | None, private: bool | Non
         raise UserError(f"{model.folder}: is being pushed by {owner}; wait until that push has ended")
     try:
         check_loads(model.folder)
-        with tempfile.TemporaryDirectory(dir=model.run, prefix=".hub-") as folder:  # narrowed weights need the room
-            staged = Path(folder)
-            model.stage(staged)
-            base = find_folder(*find_base(model.base, model.base_revision))
-            finish_model(staged, None, base, narrow=model.config.get("save_dtype") != "trained")
-            write_model_card(model.run, folder=staged, repo=repo, revision=branch, step=model.step)
-            check_paths(staged, base if find_on_hub(model.base, model.base_revision) else None)
-            address = upload_folder(staged, repo, branch, f"DPO, {model.name}")
+        shutil.rmtree(staged, ignore_errors=True)  # left by a push that was killed
+        staged.mkdir()
+        model.stage(staged)
+        base = find_folder(*find_base(model.base, model.base_revision))
+        finish_model(staged, None, base, narrow=model.config.get("save_dtype") != "trained")
+        write_model_card(model.run, folder=staged, repo=repo, revision=branch, step=model.step)
+        check_paths(staged, base if find_on_hub(model.base, model.base_revision) else None)
+        address = upload_folder(staged, repo, branch, f"DPO, {model.name}")
     finally:
+        shutil.rmtree(staged, ignore_errors=True)
         lease.release()
     log.info(f"pushed {model.name} to {address}")
     status = read_status(model.run)
     if model.step is None and State.of(status).has_model:  # keeps the guard's verdict
         still = [step for step in status.get("open") or [] if step != PUSHED]
         write_end(model.run, still, pushed=address)
+        if (model.run / REPORT).is_file():
+            write_report(model.run)  # it said that the run was not pushed
 
 
 class PushCheckpoints(TrainerCallback):

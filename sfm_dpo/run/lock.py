@@ -141,7 +141,7 @@ def take_folder(run: Path) -> Lease:
 
 
 def check_owner(run: Path) -> dict[str, Any]:
-    """The owner of a run's lock, which has ended or is an earlier start of this job. Raises UserError otherwise."""
+    """The owner of a run's lock, which has ended or is this job before it was requeued. Raises UserError otherwise."""
     path = run / LOCK
     with suppress(FileNotFoundError, PermissionError), naming(path):
         path.read_bytes()  # a disk's error does not mean that the lock is damaged
@@ -152,8 +152,10 @@ def check_owner(run: Path) -> dict[str, Any]:
         if not owner and path.exists() and time.time() - path.stat().st_mtime < LEASE_SECONDS:  # it may be renewed
             wait = f"wait {LEASE_SECONDS:g} s, or remove it if no run uses the folder"
             raise UserError(f"output_dir {run}: {LOCK} is damaged; {wait}")
-    is_this_job = owner.get("job") == os.environ.get("SLURM_JOB_ID", "none") and not is_alive(owner)
-    if not is_this_job and is_running(owner, squeue_states([owner.get("job")])) is not False:
+    me = this_process()
+    is_my_job = me["job"] and owner.get("job") == me["job"]
+    was_requeued = is_my_job and owner.get("restart") != me["restart"] and not is_alive(owner)
+    if not was_requeued and is_running(owner, squeue_states([owner.get("job")])) is not False:
         raise UserError(
             f"output_dir {run}: locked by {describe_owner(owner)} since {owner['time']}; wait, end that run, or "
             f"choose another output_dir (if it has already ended: remove {path})"

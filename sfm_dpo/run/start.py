@@ -107,7 +107,7 @@ def choose_start(config: "Config") -> Start:
             log.info(f"{checkpoint}: checksums verified")
             return start
         damaged[checkpoint] = reason
-        if is_main_process() and not args.resume_from_checkpoint:
+        if is_main_process() and checkpoint != Path(args.resume_from_checkpoint or ""):  # that may be another run's
             log.info(f"{checkpoint} {reason}; skipped")
             (checkpoint / COMPLETE).unlink(missing_ok=True)
 
@@ -150,16 +150,16 @@ def compare_configurations(config: "Config", before: Before) -> None:
 
 
 def find_before(args: "TrainConfig", damaged: Mapping[Path, str]) -> Before:
-    """The newest complete checkpoint of this run, or the one asked for: one of another run is where this run starts,
-    until it has its own. Raises UserError if it is not usable."""
+    """The newest complete checkpoint of this run, or, until it has one, the one asked for: a requeued job gives the
+    same command. Raises UserError if the one asked for is not usable."""
     asked = args.resume_from_checkpoint
     own = checkpoints(args.output_dir)[::-1]
-    if asked:
-        is_own = Path(asked).absolute().parent == Path(args.output_dir).absolute()
-        own = [Path(asked)] if is_own else [*own, Path(asked)]
-    for checkpoint in own:
+    for checkpoint in [*own, Path(asked)] if asked else own:
         reason = damaged.get(checkpoint) or why_incomplete(checkpoint)
         if reason is None:
+            if asked and checkpoint.absolute() != Path(asked).absolute():
+                what = f"resume_from_checkpoint {asked}: this run has its own, {checkpoint}, and continues from that"
+                log.info(f"{what}; to go back, choose another output_dir")
             facts = RunFacts.of(read_file(checkpoint / COMPLETE))
             return Before(checkpoint, facts, read_file(checkpoint.parent / RESOLVED_CONFIG))
         if asked and checkpoint == Path(asked):

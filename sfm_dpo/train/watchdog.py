@@ -93,7 +93,8 @@ class Watchdog:
         written = 0
         if self.progress.saving:
             with contextlib.suppress(OSError):  # files come and go
-                written = sum(file.stat().st_size for file in self.progress.saving.rglob("*"))
+                files = (path for path in self.progress.saving.rglob("*") if path.parent != self.heartbeats)
+                written = sum(file.stat().st_size for file in files)
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         return {
             "rank": rank(),

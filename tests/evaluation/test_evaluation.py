@@ -127,3 +127,10 @@ def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run
         found = json.loads((run / "evaluation.json").read_text())
         benchmarks.append([found["benchmarks"][0][side] for side in ("base", "trained")])
     assert benchmarks[0] == benchmarks[1]
+
+    second = tmp_path / "second"
+    fields = ["--model_name_or_path", str(adapter), "--output_dir", str(second)]
+    assert train_dpo.main([*recipe, *fields]) == 0
+    assert evaluate.main([str(second), "--tasks", tasks[0], "--limit", "4"]) == 0
+    found = json.loads((second / "evaluation.json").read_text())
+    assert found["benchmarks"][0]["base"] == benchmarks[0][1], "of a run that started from the adapter"

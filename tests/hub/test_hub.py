@@ -100,13 +100,14 @@ def test_a_batch_job_does_the_open_steps_of_a_trained_run_and_nothing_else(hub, 
     status = read_status(run)
     assert (status["state"], status["exit_code"], status["open"]) == ("push_failed", 5, ["pushed"])
     assert "push failed: it took too long (hub_timeout); push later with: " in status["message"]
-    assert not (run / PUSHING).exists()
+    assert not (run / PUSHING).exists() and "was not pushed to the Hub" in (run / "report.html").read_text()
     hub.faults.clear()
     (run / STOP).touch()
     assert check_config.main(["1", *fields]) == 0
     status = read_status(run)
     assert (status["state"], status["exit_code"], status["message"], status["open"]) == ("done", 0, "", [])
-    assert status["step"] == 6 and WEIGHTS in files(hub) and (run / "report.html").is_file()
+    assert status["step"] == 6 and WEIGHTS in files(hub) and not list(run.glob(".hub-*"))
+    assert "was not pushed to the Hub" not in (run / "report.html").read_text()
     assert not (run / LOCK).exists() and not (run / STOP).exists()
     sent = hub.count("POST")
     assert check_config.main(["1", *fields]) == train_dpo.main(fields) == 0 and hub.count("POST") == sent

@@ -213,6 +213,9 @@ def test_a_job_has_it_while_slurm_runs_it(tmp_path, slurm, monkeypatch):
 def test_a_requeued_job_takes_its_own_folder_again(tmp_path, monkeypatch, slurm, dead):
     slurm({"7": "RUNNING"})
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    write_lock(tmp_path, job="7", host="n1")
+    assert refused(tmp_path).startswith("locked by job 7, process 1 on n1 since "), "a step of it on another node"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     for before in ({"host": "n1"}, dead):
         write_lock(tmp_path, **{"job": "7"} | before)
         lease = take_folder(tmp_path)

@@ -130,6 +130,17 @@ def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):
     assert (step_of(good), step_of(None), step_of(tmp_path / "base")) == (2, 0, 0)
 
 
+def test_a_requeued_job_goes_on_from_its_newest_checkpoint_not_from_the_one_asked_for(tmp_path, capsys):
+    asked = write_checkpoint(tmp_path, 2)
+    options = ("--resume_from_checkpoint", asked)
+    assert start_from(tmp_path, *options) == asked and "to go back" not in capsys.readouterr().out
+    newer = write_checkpoint(tmp_path, 3)
+    assert start_from(tmp_path, *options) == newer
+    assert f"this run has its own, {newer}, and continues from that; to go back, " in capsys.readouterr().out
+    rotate(tmp_path, 1)
+    assert start_from(tmp_path, *options) == newer and not asked.exists()
+
+
 def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_used(tmp_path, capsys):
     name = "global_step3/zero_pp_rank_0.pt"
     good = write_checkpoint(tmp_path, 2)

@@ -170,8 +170,11 @@ def test_outside_the_environment(script, tmp_path):
 def test_a_time_limit_below_the_grace_period():
     env = os.environ | {"SLURM_JOB_ID": "1", "SLURM_JOB_START_TIME": "0", "SLURM_JOB_END_TIME": "600"}
     command = ["bash", "scripts/dpo_train.sh"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    options = {"capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=ROOT, env=env, **options)
     assert_one_line(done.returncode, done.stderr, ["--time: shorter than the 600 s before its end"])
+    done = subprocess.run(command, cwd=ROOT, env=env | {"SFM_GRACE_SECONDS": "120", "VENV": "/no"}, **options)
+    assert "VENV=/no" in done.stderr, "with --signal=B:USR1@120 it is long enough"
 
 
 @pytest.mark.parametrize(

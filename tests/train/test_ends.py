@@ -66,6 +66,13 @@ def test_the_base_model_s_evaluation_is_not_taken_for_a_later_one(stopped, witho
     assert "<th>before, step 0</th></tr>" in write_report(stopped.run).read_text()
 
 
+def test_a_preflight_is_also_made_of_a_run_that_was_stopped(to_resume, capsys):
+    preflight = ["--preflight_only", "true", "--preflight", "warn"]
+    train_dpo.main([*to_resume.command, *preflight])
+    assert (to_resume.run / "preflight.json").is_file() and "preflight: " in capsys.readouterr().out
+    assert train_dpo.main(to_resume.command) == 0 and "resuming from " in capsys.readouterr().out
+
+
 def test_a_resumed_run_keeps_its_calibration_and_prints_its_last_evaluation(to_resume, capsys):
     run = to_resume.run
     calibration = read_file(run / DATA)["calibration"]
