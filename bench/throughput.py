@@ -117,6 +117,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         options.rounds = options.accumulation = 1
     if options.model == "demo" and not DEMO.is_dir():
         parser.error(f"--model demo: {DEMO} does not exist; run `make demo` first")
+    if SHIPPED[1] in options.variants[: options.variants.index("stock") if "stock" in options.variants else None]:
+        parser.error(f"--variants {SHIPPED[1]}: needs stock before it")
     if options.pairs % (BATCH * options.accumulation):
         parser.error(f"--pairs {options.pairs}: give a multiple of {BATCH} x --accumulation {options.accumulation}")
     return options
@@ -183,7 +185,7 @@ def draw(runs: list[dict], path: str) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.2, 3.2), layout="constrained")
         axes = figure.add_subplot()
-        for color, run in zip(COLORS, runs, strict=False):
+        for color, run in zip(COLORS, (run for run in runs if "error" not in run), strict=False):
             seconds, losses = np.transpose(run["curve"])
             smooth = running_mean(losses, 5) if len(losses) >= 5 else losses
             axes.plot(seconds, losses, color=color, alpha=0.25, linewidth=0.6)

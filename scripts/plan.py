@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Predicts memory, batch size, hours and disk of a recipe in seconds, before submission. Needs no weights and no GPU.
+"""Predicts memory, batch size, hours and disk of a recipe before submission. Needs no weights and no GPU.
 
     python scripts/plan.py --config recipes/think.yaml                                  # 4 B200
     python scripts/plan.py --config R --gpu h100 --num_gpus 8 --num_nodes 4 --mfu 0.4
@@ -8,14 +8,12 @@
 Other options are train_dpo.py's. docs/memory-and-speed.md explains the numbers.
 """
 
-import os
 import sys
 from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_file, number
-from sfm_dpo.common.distributed import CPU_ONLY
 from sfm_dpo.common.files import write_json
 
 
@@ -42,7 +40,6 @@ def main(argv: list[str]) -> None:
 
     gpu = ours.gpu.upper()
     check_known("--gpu", gpu, GPU_MEMORY)
-    os.environ.update(CPU_ONLY)
     gpus = ours.num_gpus * ours.num_nodes
     options = short_run(fields, eval_fraction=None)  # held-out pairs are not trained on
     config = parse_config(options, world_size=gpus, training=False)

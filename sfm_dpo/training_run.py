@@ -294,7 +294,7 @@ class TrainingRun:
             return Interrupted(f"interrupted at step {self.progress.step}")
         if self.progress.saving and (found := [sign for sign in UNWRITABLE_SIGNS if sign in str(error)]):
             sign = found[-1]
-            reason = "disk full or failing, or `ulimit -f` reached" if sign in OF_TORCH else sign
+            reason = "disk full, failing or read-only, or `ulimit -f` reached" if sign in OF_TORCH else sign
             what = f"{self.progress.saving}: {reason}; {UNWRITABLE_SIGNS[sign]}"
             return DiskFull(f"{what}, and run the same command again to resume")
         return None

@@ -21,4 +21,5 @@ known = set().union(*map(list_ngrams, questions))
 
 def keep(row):
     text = json.dumps(row, ensure_ascii=False, default=str)
-    return not any(token in text for token in SPECIAL) and known.isdisjoint(list_ngrams(text))
+    words = re.sub(r"\\[nrt]", " ", text)  # as JSON writes line breaks and tabs
+    return not any(token in text for token in SPECIAL) and known.isdisjoint(list_ngrams(words))

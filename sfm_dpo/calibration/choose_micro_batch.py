@@ -117,7 +117,7 @@ def choose_micro_batch(
                 if isinstance(error, RunEnd) or asked.kernel or path.kernel == "fa2":
                     raise
                 raise KernelError(f"{path.kernel} fails: {str(error)[:300]}") from error
-        elif candidate.bytes > plan.limit and not args.preflight_only:
+        elif candidate.bytes > plan.limit and not (args.preflight_only or asked.is_complete):
             plan.refuse(f"planned, {candidate}")
         else:
             log.info(f"planned, not measured: {candidate}")
@@ -153,8 +153,8 @@ class MemoryPlan:
 
 
 def plan_memory(base: BaseModel, tokens: Dataset, path: ForwardPath, asked: Asked, resident: int) -> MemoryPlan | None:
-    """The plan by which memory decides; None on a CPU if pairs and layers are set. A model that cannot be traced gets
-    a rough plan if it can be measured; else UserError is raised. All ranks must call it."""
+    """The plan by which memory decides; None if pairs and layers are set, on a CPU or for a model that can neither be
+    traced nor measured. One that can be measured gets a rough plan; else UserError is raised. All ranks must call."""
     args = base.config.train
     if args.use_cpu and asked.is_complete:
         return None
@@ -167,6 +167,8 @@ def plan_memory(base: BaseModel, tokens: Dataset, path: ForwardPath, asked: Aske
     try:
         _ = planner.activations
     except UserError as error:
+        if base.is_sharded and asked.is_complete:
+            return None
         if base.is_sharded:
             raise UserError(f"{error}; set per_device_train_batch_size and gradient_checkpointing") from error
         log.info(f"{error}; one pair is measured first")

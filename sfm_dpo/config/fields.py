@@ -250,7 +250,7 @@ class FieldParser(TrlParser):
         name = message.partition(":")[0]
         if name in REFUSED:
             raise UserError(f"{name}: {REFUSED[name]}")
-        default = self.fields[name].default
+        default = self.fields[name].default if name in self.fields else None  # a recipe's --config is not among them
         example = 1 if default is None else default
         message = re.sub(r"(invalid (int|float) value: .*)", rf"\1; give a number, such as {example}", message)
         raise UserError(re.sub("Truthy value expected: (got .*?) but.*", r"\1; give true or false", message))
@@ -470,8 +470,9 @@ def read_mixture(text: str) -> list[DatasetConfig]:
     """For `type=`: the value of `datasets`, in YAML."""
     with user_input("datasets", "give a list of mappings such as {path: org/set, split: train, fraction: 0.5}"):
         given = yaml.load(text or "[]", Loader)
-        known = {field.name for field in dataclasses.fields(DatasetConfig)}
-        if unknown := sorted({name for entry in given if isinstance(entry, dict) for name in entry} - known):
+        known = {field.name for field in dataclasses.fields(DatasetConfig)} - {"columns"}
+        named = (name for entry in given if isinstance(entry, dict) for name in entry if entry[name] is not None)
+        if unknown := sorted({*named} - known):
             remedies = dict.fromkeys(checks.explain_unknown(name, known) for name in unknown)
             raise ValueError(f"unknown keys {', '.join(unknown)}{''.join(remedies)}")
         entries = [DatasetConfig(**entry) for entry in given]

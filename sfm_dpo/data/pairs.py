@@ -78,7 +78,8 @@ class Pairs:
         )
 
     def explain(self, reason: str) -> str:
-        first = next(row for row in self.dropped_rows if row["reason"] == reason)
+        rows = (row for row in self.dropped_rows if row["reason"] == reason)  # in the order drawn
+        first = min(rows, key=lambda row: row["row"])
         where = f"first in row {first['row']} of {first['source']}"
         return ": ".join(filter(None, [f"{DROP_REASONS[reason]}, {where}", first["detail"]]))
 

@@ -13,7 +13,6 @@ import runpy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.sources import JSON_COLUMN, column_names, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
-PAIRS_VERSION = 10
+PAIRS_VERSION = 11
 TOOL_ROLES = ("tool", "environment")  # they hold the result of a call
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
 # Other names of the column `prompt`
@@ -134,7 +133,8 @@ def _normalize_rows(
 ) -> tuple[Dataset, list[dict[str, Any]]]:
     """Usable pairs of `rows`; and the others, as in Pairs.dropped_rows, with those that filter_script rejects."""
     log.info(f"reading {source}: {len(rows):,} rows")
-    code = Path(script).read_text() if script else ""
+    with user_input(f"filter_script {script}: what keep(row) uses cannot be cached", "open files in keep(row)"):
+        code = Hasher.hash(load_keep(script)) if script else ""  # with its globals, such as a list read from a file
     # Upstream: datasets 5.2, arrow_dataset.py, Dataset: no public name for the fingerprint that its cache uses, from
     # which this project derives its keys. Canary: test_canary_datasets_fingerprint
     key = Hasher.hash((rows._fingerprint, source, PAIRS_VERSION, code))
@@ -196,8 +196,9 @@ def normalize_fields(fields: Mapping[str, Any]) -> tuple[Any, Any, Any] | str:
     """`normalize_pair` of a row. Answers without a prompt take it from one of PROMPT_COLUMNS, after `system`, if it
     alone is there, ends with a user turn and holds no answer."""
     answers = (fields.get("chosen"), fields.get("rejected"))
-    pair = normalize_pair(fields.get("prompt"), *answers)
     found = {name: fields[name] for name in PROMPT_COLUMNS if fields.get(name)}
+    prompt = fields.get("prompt")
+    pair = normalize_pair(None if found and not prompt else prompt, *answers)
     if pair != "no_prompt" or not found:
         return pair
     names = " and ".join(found)

@@ -94,7 +94,7 @@ def check_positions(tokens: Dataset, model_config: PretrainedConfig, args: Train
         raise UserError(
             f"max_length {args.max_length}: a pair has {longest:,} tokens, but the model has {positions:,} positions "
             f"(max_position_embeddings in its config.json); set max_length: {positions}, or, if trained on "
-            f"longer texts, model_init_kwargs: {{max_position_embeddings: {args.max_length}}}"
+            f"longer texts, model_init_kwargs: {{max_position_embeddings: {args.max_length or longest}}}"
         )
 
 
@@ -187,12 +187,14 @@ def tokenize_splits(texts: Pairs, tokenizer: PreTrainedTokenizerBase, **options:
         splits[name], unusable = tokenize_pairs(split, tokenizer, **options)
         dropped += unusable
     pairs = Pairs(splits, texts.sources, texts.rows, dropped, options.get("template_date"))
-    if tokenizer.chat_template and isinstance(texts.train[0]["prompt"], str):
+    first = texts.train.select_columns("source").to_pandas().drop_duplicates().index  # a set has one format
+    plain = [row["source"] for row in texts.train.select(first) if isinstance(row["prompt"], str)]
+    if tokenizer.chat_template and plain:
         advice = 'to use it, write each prompt as [{"role": "user", "content": "..."}]'
         if np.mean(pairs.train["control_tokens"][:]) > 0.5:
             advice = "it has special tokens, as if rendered already, and gets one BOS and one EOS"
-        where = f"dataset_name {', '.join(texts.sources)}"
-        log.warning(f"{where}: plain text is trained without the model's chat template; {advice}")
+        what = "plain text is trained without the model's chat template"
+        log.warning(f"dataset_name {', '.join(plain)}: {what}; {advice}")
     return pairs
 
 

@@ -118,13 +118,14 @@ class Planner:
         model = {"type": memory.model_config.model_type, "parameters": memory.parameters, "trained": memory.trained}
         tokens = {"tokens": int(sequences.sum()), "longest_sequence": int(sequences.max())}
         flops = self.count_flops()
+        launches = [launch for launch in LAUNCHES if launch != "fsdp2" or not memory.adapter]  # config/checks.py
         peak = (peak_flops(self.gpu) or math.nan) * self.gpus * 3600
         return {
             "model": model,
             "gpu": {"name": self.gpu, "limit": self.limit, "count": self.gpus},
             "data": {"pairs": len(self.lengths), **tokens},
             "batch": {"global": self.args.global_batch_size, "steps": self.steps},
-            "launches": {launch: self.plan_launch(launch) for launch in LAUNCHES},
+            "launches": {launch: self.plan_launch(launch) for launch in launches},
             "time": {"flops": flops, "hours": sum(flops.values()) / peak / mfu, "mfu": mfu},
             "checkpoints": peak_checkpoint_count(self.args),
         }

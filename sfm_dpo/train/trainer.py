@@ -169,6 +169,8 @@ class SFMDPOTrainer(DPOTrainer):
         plugin = self.accelerator.state.deepspeed_plugin
         if plugin:
             set_zero_timeout(self.args.ddp_timeout)
+        if plugin and plugin.zero_stage not in (2, 3):
+            raise UserError(f"DeepSpeed configuration: zero_optimization.stage {plugin.zero_stage}: set it to 2 or 3")
         field = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
         if plugin and plugin.zero_stage == 3 and not plugin.get_value(field, False):
             raise UserError(f"DeepSpeed configuration: {field} must be true; otherwise only shards would be saved")

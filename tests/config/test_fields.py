@@ -119,6 +119,7 @@ def test_a_command_line_reads_the_yaml_of_a_recipe(parse, field, words, value):
         ("--eval_strategy sometimes", ["eval_strategy", "'sometimes'", "'epoch'"]),
         ("recipe.yaml", ["unknown option recipe.yaml; did you mean --config recipe.yaml?"]),
         ("--beta", ["beta", "expected one argument"]),
+        ("--config --seed 1", ["config: expected one argument"]),
         ("--config nowhere.yaml", ["nowhere.yaml", "no such file"]),
         ("--config recipes/thnik.yaml", ["no such file; did you mean recipes/think.yaml?"]),
         ("--config recipes", ["recipes: is a folder; give a recipe, a .yaml file"]),
@@ -356,6 +357,10 @@ def test_a_cache_without_file_locks_is_one_line(parse, monkeypatch):
         (["a.jsonl"], "must be a mapping, not str; give a list of mappings such as {path:"),
         ([{"name": "a"}], "missing 1 required positional argument: 'path'; give a list"),
         ([{"path": "a", "fractoin": 1}], "unknown keys fractoin; did you mean fraction?; give a list"),
+        (
+            [{"path": "a", "columns": ["q"]}],
+            "unknown keys columns; here: none (a pair's columns are read, and no others",
+        ),
         ([{"path": "a", "fraction": 0.5}, {"path": "b"}], "fraction [0.5, None]: must be a number above 0 in all"),
         ([{"path": "a", "fraction": 0.8}, {"path": "b", "fraction": -0.2}], "fraction [0.8, -0.2]: must be a number"),
         ([], "dataset_name None: give a Hub id"),

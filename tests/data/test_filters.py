@@ -59,8 +59,11 @@ def test_exact_repeats_are_those_of_plain_python(load):
 def test_rows_by_script(load, tmp_path):
     rows = [{"prompt": f"p{i}", "chosen": "a", "rejected": "b", "n": i} for i in range(9)]
     script = tmp_path / "keep.py"
-    for limit in (3, 5):  # the cache follows the script's text
-        script.write_text(f"def keep(row):\n    return row['n'] < {limit}\n")
+    known = tmp_path / "limit.txt"
+    reads = f"int(open('{known}').read())"
+    for text, limit in (("3", 3), ("5", 5), (reads, 4), (reads, 5)):  # the cache follows it, and what it has read
+        known.write_text(str(limit))
+        script.write_text(f"limit = {text}\ndef keep(row):\n    return row['n'] < limit\n")
         pairs = load(rows, "--filter_script", script)
         assert pairs.train["prompt"][:] == [f"p{i}" for i in range(limit)]
         assert pairs.dropped == {"script": 9 - limit} and "rejected by filter_script" in pairs.explain("script")
@@ -89,7 +92,7 @@ def test_the_scripts_to_copy(load, monkeypatch):
         assert pairs.train["row"][:] == [3, 4]
     question = " ".join(f"w{i}" for i in range(14))
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: {"question": [question.upper() + "?"]})
-    prompts = ["Yes?<|im_end|>", f"Now: {question.replace(' ', ', ')}.", question.partition(" ")[2], question[4:-4]]
+    prompts = ["Yes?<|im_end|>", f"Now: {question.replace(' ', chr(10))}.", question.partition(" ")[2], question[4:-4]]
     rows = [{"prompt": prompt, "chosen": "Yes.", "rejected": "No."} for prompt in prompts]
     assert load(rows, "--filter_script", scripts / "contamination.py").train["row"][:] == [4]
 

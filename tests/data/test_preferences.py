@@ -127,6 +127,7 @@ SINGLE = {"chosen": [A], "rejected": [B]}
         ({"messages": [S, Q]}, [S, Q]),
         ({"messages": json.dumps([Q]), "system": "s"}, [S, Q]),
         ({"question": "q", "prompt": None}, [Q]),
+        ({"question": "q", "prompt": "", "chosen": "a", "rejected": "b"}, [Q]),
         ({"instruction": "q", "input": "i", "chosen": "a", "rejected": "b"}, [user("q\ni")]),
         ({"query": "\n\nHuman: q\n\nAssistant:"}, [Q]),
     ],

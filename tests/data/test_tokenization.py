@@ -9,10 +9,11 @@ import pytest
 from datasets import Dataset
 from tokenizers import processors
 from trl import DPOTrainer
+from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
-from sfm_dpo.data import tokenization
+from sfm_dpo.data import preferences, tokenization
 from sfm_dpo.data.lengths import count_trained
 from sfm_dpo.data.pairs import describe_ignored
 from sfm_dpo.data.tokenization import check_vocabulary, hash_tokens, load_token_pairs, tokenize_pairs, tokenize_splits
@@ -209,6 +210,12 @@ def test_plain_text_for_a_chat_model_is_a_warning_and_the_reverse_an_error(write
                 tokenize_splits(pairs, tokenizer)
         found = any("plain text is trained without the model's chat template; to use it" in m for m in caplog.messages)
         assert found == (warns and bool(tokenizer.chat_template))
+
+
+def test_each_set_of_plain_text_in_a_mixture_is_named(write_rows, caplog):
+    paths = [write_rows(f"{make.__name__}.jsonl", [make(i) for i in range(3)]) for make in (conversation, text_pair)]
+    tokenize_splits(preferences.read_pairs([DatasetConfig(str(path)) for path in paths], None), tokenizer_with())
+    assert f"dataset_name {paths[1]}: plain text is trained without" in caplog.text
 
 
 @pytest.fixture

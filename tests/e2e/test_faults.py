@@ -122,7 +122,11 @@ def test_after_a_failed_operation_the_same_command_ends_bitwise(
     print(f"| {operation} | rank {rank} | {launch} | code {code} | {what} |", flush=True)
     assert run.log.count("Traceback") == (processes > 1 and code != 0), f"not the launcher's alone: {run.log[-6000:]}"
     assert run.log.count("\nerror: ") <= processes, run.log[-6000:]
-    assert code == 0 or DISK_REMEDIES[getattr(errno, error)] in run.log, run.log[-6000:]
+    remedies = (
+        DISK_REMEDIES[getattr(errno, error)],
+        "full, failing or read-only, or `ulimit -f` reached",
+    )  # torch.save
+    assert code == 0 or any(remedy in run.log for remedy in remedies), run.log[-6000:]
     was_done = State.of(read_status(run.folder)).has_model
     again = place.start(name, *LAUNCHES[launch]).finish()
     assert was_done == ("already done" in again.log), again.log[-4000:]
