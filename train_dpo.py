@@ -27,6 +27,7 @@ from transformers import TrainerCallback
 from sfm_dpo.calibration.choose_micro_batch import calibrate
 from sfm_dpo.common.distributed import disable_deepspeed_shm, load_only_tensors, main_process_first, on_main_process
 from sfm_dpo.common.errors import PreflightDone, StopRequested
+from sfm_dpo.common.process import end_process
 from sfm_dpo.config.fields import Config, parse_config
 from sfm_dpo.data.pairs import Pairs
 from sfm_dpo.data.tokenization import load_data
@@ -181,4 +182,4 @@ def save_final(trainer: SFMDPOTrainer) -> None:
 
 if __name__ == "__main__":
     faulthandler.enable()  # a library that aborts the process does not say where
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

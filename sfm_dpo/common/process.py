@@ -1,11 +1,13 @@
 """Processes: who one is, whether it still runs, what it may use of memory, and what a command prints."""
 
+import atexit
 import os
 import platform
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -49,6 +51,18 @@ def ask(*command: str, stderr: int | None = None) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends this process with an exit code, a launcher's rank without the interpreter's own end: then threads of gloo
+    that still hold tensors abort one of some thirty ranks, also after torch's destroy_process_group
+    (https://github.com/pytorch/pytorch/pull/179291)."""
+    if "LOCAL_RANK" in os.environ:
+        atexit._run_exitfuncs()  # what libraries have registered
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def resident_bytes() -> int:

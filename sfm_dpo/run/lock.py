@@ -149,9 +149,12 @@ def check_owner(run: Path) -> dict[str, Any]:
     if not owner and path.exists():
         time.sleep(SETTLE_SECONDS)  # its owner may be writing it
         owner = read_owner(path)
-        if not owner and path.exists() and time.time() - path.stat().st_mtime < LEASE_SECONDS:  # it may be renewed
-            wait = f"wait {LEASE_SECONDS:g} s, or remove it if no run uses the folder"
-            raise UserError(f"output_dir {run}: {LOCK} is damaged; {wait}")
+        # One that never had an owner is left by a process that could not write more; if it is only slow, it gives way
+        with suppress(FileNotFoundError):
+            had_owner = b"owner=" in path.read_bytes()
+            if not owner and had_owner and time.time() - path.stat().st_mtime < LEASE_SECONDS:  # it may be renewed
+                wait = f"wait {LEASE_SECONDS:g} s, or remove it if no run uses the folder"
+                raise UserError(f"output_dir {run}: {LOCK} is damaged; {wait}")
     me = this_process()
     is_my_job = me["job"] and owner.get("job") == me["job"]
     was_requeued = is_my_job and owner.get("restart") != me["restart"] and not is_alive(owner)

@@ -4,6 +4,7 @@ takes each process longer than its training does. The ranks are processes of the
 The launcher as it is: tests/slurm, test_commands.py.
 """
 
+import atexit
 import gc
 import os
 import runpy
@@ -31,6 +32,7 @@ class Fork(subprocess.Popen):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ.update(env)
+            atexit._clear()  # the launcher's
             run_script(args[2:])
 
 
