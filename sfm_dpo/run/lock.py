@@ -151,7 +151,7 @@ def check_owner(run: Path) -> dict[str, Any]:
         owner = read_owner(path)
         # One that never had an owner is left by a process that could not write more; if it is only slow, it gives way
         with suppress(FileNotFoundError):
-            had_owner = b"owner=" in path.read_bytes()
+            had_owner = not os.access(path, os.R_OK) or b"owner=" in path.read_bytes()
             if not owner and had_owner and time.time() - path.stat().st_mtime < LEASE_SECONDS:  # it may be renewed
                 wait = f"wait {LEASE_SECONDS:g} s, or remove it if no run uses the folder"
                 raise UserError(f"output_dir {run}: {LOCK} is damaged; {wait}")
