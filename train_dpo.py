@@ -181,5 +181,5 @@ def save_final(trainer: SFMDPOTrainer) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.enable(sys.__stderr__)  # a library that aborts the process does not say where
+    faulthandler.enable(2)  # on standard error: a library that aborts the process does not say where
     end_process(main(sys.argv[1:]))
