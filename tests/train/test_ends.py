@@ -190,9 +190,16 @@ def test_torch_save_does_not_say_why_it_fails(tmp_path, capsys):
         run.output_dir = run.folder = tmp_path
         run.progress.saving = tmp_path / "checkpoint-2"
         torch.save({}, "/dev/full")
-    what = f"{tmp_path}/checkpoint-2: disk full or failing, or `ulimit -f` reached"
+    what = f"{tmp_path}/checkpoint-2: disk full, failing or read-only, or `ulimit -f` reached"
     remedy = "free space, or check its disk or file server, and run the same command again to resume"
     assert error_line(capsys.readouterr().err) == f"error: {what}; {remedy}"
+
+
+def test_no_space_in_shared_memory_is_not_said_of_the_run_s_disk(tmp_path, no_report):
+    with pytest.raises(RuntimeError, match="torch_7"), TrainingRun() as run:
+        run.output_dir = run.folder = tmp_path
+        raise RuntimeError("unable to write to file </torch_7>: No space left on device (28)")
+    assert read_status(tmp_path)["message"].startswith("RuntimeError: unable to write")
 
 
 def limit_files(run):
