@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -58,7 +59,9 @@ def end_process(code: int) -> NoReturn:
     that still hold tensors abort one of some thirty ranks, also after torch's destroy_process_group
     (https://github.com/pytorch/pytorch/pull/179291)."""
     if "LOCAL_RANK" in os.environ:
-        atexit._run_exitfuncs()  # what libraries have registered
+        # As the interpreter does first: waits for threads, and calls what libraries have registered
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,9 +1,12 @@
 """The GPU check: its order, its table, its verdicts. All of it on two CPU processes: tests/slurm/test_submit.py."""
 
 import json
+import sys
+import time
 from typing import Any
 
 import check_gpu
+import psutil
 import pytest
 from huggingface_hub import constants
 
@@ -69,6 +72,22 @@ def test_a_run_that_ends_badly_is_a_fail_and_the_others_are_checked(check):
     rows = {row["check"]: row for row in check.run()}
     assert rows["ZeRO-2"]["found"].startswith("RuntimeError: exit code 3: error: no such thing (")
     assert [row["result"] for row in rows.values()] == ["pass", "FAIL", "pass", "pass", "pass", "skip", "pass"]
+
+
+def test_a_run_that_aborts_or_lasts_too_long_says_so_and_leaves_no_rank(check, monkeypatch):
+    check.folder.mkdir()
+    with pytest.raises(RuntimeError, match="Fatal Python error: Aborted"):
+        check.call("aborts", sys.executable, "-X", "faulthandler", "-c", "import os; os.abort()")
+    monkeypatch.setattr("sfm_dpo.cluster.gpu_check.TIMEOUT", 2)
+    launcher = "setsid sleep 987 & echo $! > rank; trap 'kill $!; exit 1' TERM; wait"  # as torchrun starts its ranks
+    with pytest.raises(RuntimeError, match="exit code 124"):
+        check.call("hangs", "bash", "-c", launcher.replace("rank;", f"{check.folder}/rank;"))
+    rank = int((check.folder / "rank").read_text())
+    for _ in range(100):  # its end takes a moment, and nobody may wait for it
+        if not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the rank still runs")
 
 
 def test_data_that_cannot_be_loaded_end_it_before_the_first_check(monkeypatch, check, capsys):

@@ -1,4 +1,8 @@
-"""Whether a process or its job still runs."""
+"""Whether a process or its job still runs, and how one ends."""
+
+import os
+import subprocess
+import sys
 
 import psutil
 
@@ -25,3 +29,20 @@ def test_squeue(tmp_path, monkeypatch):
         (tmp_path / "squeue").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "squeue").chmod(0o755)
         assert squeue_states(["18", None, "17", "17"]) == states
+
+
+def test_a_rank_ends_as_the_interpreter_would_but_without_its_own_end():
+    code = """
+import atexit, sys, threading, time
+from sfm_dpo.common.process import end_process
+atexit.register(print, "registered")
+threading.Thread(target=lambda: time.sleep(0.5) or print("thread")).start()
+try:
+    end_process(7)
+except SystemExit:
+    print("the interpreter's own end")
+    raise
+"""
+    for env, first in (({}, "the interpreter's own end\n"), ({"LOCAL_RANK": "1"}, "")):
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (7, f"{first}thread\nregistered\n"), done.stderr

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,8 @@ def test_rows_by_script(load, tmp_path):
         pairs = load(rows, "--filter_script", script)
         assert pairs.train["prompt"][:] == [f"p{i}" for i in range(limit)]
         assert pairs.dropped == {"script": 9 - limit} and "rejected by filter_script" in pairs.explain("script")
+    several = replace(pairs, dropped_rows=[pairs.dropped_rows[i] for i in (2, 0, 1)])  # as splits are drawn
+    assert f"first in row {pairs.dropped_rows[0]['row']} of" in several.explain("script")
     pairs.write_dropped(tmp_path / "dropped.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
     assert [(line["row"], line["reason"]) for line in lines] == [(row, "script") for row in range(6, 10)]

@@ -55,12 +55,14 @@ def test_a_stopped_rank_is_named_and_a_shorter_stop_is_not(place: Place, rank):
 
 
 def test_a_rank_that_loads_has_ddp_timeout(tmp_path, monkeypatch):
-    """And whose file system does not answer."""
+    """And whose file system does not answer; also while it writes into the folder in which its heartbeats are."""
     ended = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(watchdog_module, "read_file", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
-    watchdog = Watchdog(tmp_path, 0.2, 1.0, Progress())
+    progress = Progress()
+    progress.saving = tmp_path
+    watchdog = Watchdog(tmp_path, 0.2, 1.0, progress)
     assert not ended.wait(0.8), "hang_timeout counts from the first micro-batch"
     assert ended.wait(20)
     watchdog.stop()

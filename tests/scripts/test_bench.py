@@ -87,3 +87,10 @@ def test_quick_run(tmp_path):
     assert runs["as_shipped_in_stock_memory"]["flops"] < runs["batch_rebalance"]["flops"]
     # The reference forward is in the step of stock
     assert runs["batch_rebalance"]["flops"] * 4 == pytest.approx(runs["stock"]["flops"] * 3)
+
+
+def test_the_memory_of_stock_is_known_before_it_is_given(capsys):
+    for variants in (["as_shipped_in_stock_memory"], ["as_shipped_in_stock_memory", "stock"]):
+        with pytest.raises(SystemExit):
+            throughput.parse(["--variants", *variants])
+        assert "needs stock before it" in capsys.readouterr().err
