@@ -133,7 +133,7 @@ def _normalize_rows(
 ) -> tuple[Dataset, list[dict[str, Any]]]:
     """Usable pairs of `rows`; and the others, as in Pairs.dropped_rows, with those that filter_script rejects."""
     log.info(f"reading {source}: {len(rows):,} rows")
-    with user_input(f"filter_script {script}: what keep(row) uses cannot be cached", "open files in keep(row)"):
+    with user_input(f"filter_script {script}: keep(row) uses what cannot be cached", "create that in it"):
         code = Hasher.hash(load_keep(script)) if script else ""  # with its globals, such as a list read from a file
     # Upstream: datasets 5.2, arrow_dataset.py, Dataset: no public name for the fingerprint that its cache uses, from
     # which this project derives its keys. Canary: test_canary_datasets_fingerprint

@@ -105,6 +105,10 @@ def test_the_scripts_to_copy(load, monkeypatch):
     [
         (None, "filter_script .*keep.py: FileNotFoundError"),
         ("x = 1", "KeyError: 'keep'; write a file with def keep"),
+        (
+            "rows = iter(lambda: 1, 2)\nx = (i for i in rows)\ndef keep(row):\n    return x",
+            "cannot be cached: .*create",
+        ),
         ("def keep(row):\n    return row['m']", "KeyError: 'm'; correct keep.row. for the row"),
         ("def keep(row):\n    return False", "no train pair is left of 1 rows"),
     ],

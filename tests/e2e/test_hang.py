@@ -55,19 +55,30 @@ def test_a_stopped_rank_is_named_and_a_shorter_stop_is_not(place: Place, rank):
 
 
 def test_a_rank_that_loads_has_ddp_timeout(tmp_path, monkeypatch):
-    """And whose file system does not answer; also while it writes into the folder in which its heartbeats are."""
+    """And whose file system does not answer."""
     ended = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(watchdog_module, "read_file", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
-    progress = Progress()
-    progress.saving = tmp_path
-    watchdog = Watchdog(tmp_path, 0.2, 1.0, progress)
+    watchdog = Watchdog(tmp_path, 0.2, 1.0, Progress())
     assert not ended.wait(0.8), "hang_timeout counts from the first micro-batch"
     assert ended.wait(20)
     watchdog.stop()
     status = read_status(tmp_path)
     assert status["state"] == "hung" and "moved for 1 s (ddp_timeout), loading at step 0" in status["message"]
+
+
+def test_heartbeats_are_no_progress_of_the_final_model_s_save_into_their_folder(tmp_path):
+    progress = Progress()
+    progress.saving = tmp_path
+    watchdog = Watchdog(tmp_path, 600, 600, progress)
+    counts = []
+    for name in ("heartbeats/rank-1.json", "heartbeats/rank-2.json", "model.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("longer")
+        counts.append(watchdog._describe_progress()["count"])
+    watchdog.stop()
+    assert counts[0] == counts[1] < counts[2]
 
 
 @pytest.mark.parametrize(
