@@ -121,7 +121,7 @@ CASES = {
         (f"{TRAIN} --attn_implementation flash_attention_2 --dataset_name nowhere.jsonl", "remove attn_impl"),
         (f"{TRAIN} --global_batch_size 16", "there are only 8 pairs", "use a smaller global_batch_size (2), or"),
         (f"{ON}/few_positions", "max_length 256: a pair has", "the model has 8 positions", "set max_length: 8"),
-        (f"{ON}/few_positions --max_length=", "max_length None: a pair has", "{max_position_embeddings: 2"),
+        (f"{ON}/few_positions --max_length=", "max_length None: a pair has 44", "{max_position_embeddings: 44}"),
         (f"{TRAIN} --model_name_or_path {{kit}}/model/config.json", "config.json: is a file; give the folder"),
         (f"{TRAIN} --dataset_name {{kit}}/half.jsonl", "half.jsonl: line 9: ", "surrogates not allowed"),
         (f"{TRAIN} --dataset_name {{kit}}/deep.jsonl", "deep.jsonl: line 1: maximum recursion depth"),
