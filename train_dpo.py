@@ -80,7 +80,7 @@ def main(
             data = {"train_dataset": pairs.train, "eval_dataset": pairs.held_out() or None}
             trainer = trainer_class(config, asked, processing_class=tokenizer, progress=run.progress, **data)
             with base_model(trainer) as base:
-                check_space(trainer)
+                check_space(trainer, len(pairs.train))
                 path, micro_batch, calibration = calibrate(base, pairs.train, asked, before)
                 facts = replace(facts, path=path, micro_batch=micro_batch, calibration=calibration)
                 run.record(facts)
@@ -118,15 +118,16 @@ def check_access(config: Config, before: Before) -> None:
         on_main_process(lambda: check_push(config, bool(before.checkpoint)))
 
 
-def check_space(trainer: SFMDPOTrainer) -> None:
-    """Checks that there is disk space for the checkpoints or, without any, for the model."""
+def check_space(trainer: SFMDPOTrainer, pairs: int) -> None:
+    """Checks that there is disk space for the checkpoints of a run on so many pairs or, without any, for the model."""
     args = trainer.config.train
     if args.preflight_only:  # it writes neither
         return
     state = measure_optimizer(args, is_flat=trainer.zero_stage > 0)
     size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled, state)
     model = model_bytes(trainer.model, trainer.is_fsdp_enabled) if args.save_strategy == "no" else None
-    on_main_process(lambda: check_disk(args.output_dir, size, peak_checkpoint_count(args), model))
+    most = peak_checkpoint_count(args, pairs)
+    on_main_process(lambda: check_disk(args.output_dir, size, most, model))
 
 
 def describe_training(

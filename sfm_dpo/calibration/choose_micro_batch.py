@@ -279,7 +279,7 @@ def measure_speed(base: BaseModel, tokens: Dataset, path: ForwardPath, micro_bat
         reference_hours = 0.0
     counts = base.collate(tokens, rows)["counts"]
     peak = peak_flops(torch.cuda.get_device_name()) if base.device.type == "cuda" else None
-    steps = args.max_steps if args.max_steps > 0 else len(sampler) / args.global_batch_size * args.num_train_epochs
+    steps = args.count_steps(len(sampler))
     accumulation = micro_batch.count_accumulation(args.global_batch_size, args.world_size)
     update = 0.0  # seconds; on a GPU next to nothing
     if launch_name() == "offload":

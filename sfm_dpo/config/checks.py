@@ -243,11 +243,10 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
 def check_length_of_run(args: Any, pairs: int = 0) -> None:
     """Raises UserError if a run, of max_steps or else on `pairs` pairs, ends before its warm-up does: one step would
     change no weight."""
-    steps = args.max_steps
-    remedy = "raise max_steps"
-    if steps < 1:
-        steps = math.ceil(pairs // args.global_batch_size * args.num_train_epochs)
-        remedy = f"use a smaller global_batch_size for these {pairs} pairs"
+    steps = args.count_steps(pairs)
+    remedy = f"use a smaller global_batch_size for these {pairs} pairs"
+    if args.max_steps > 0:
+        remedy = "raise max_steps"
     has_warmup = args.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau")
     if has_warmup and args.get_warmup_steps(steps) >= steps:
         share = 0.1 if steps > 1 else 0  # 0.1 leaves at least a step of warm-up and one after it

@@ -11,6 +11,7 @@ import fcntl
 import functools
 import json
 import logging
+import math
 import netrc
 import os
 import re
@@ -116,6 +117,12 @@ class TrainConfig(DPOConfig):
             self.__dict__.update(unset)
         if vars(self)["log_level"] == "info":  # Transformers would print each configuration; our log is always info
             self.log_level = "warning"
+
+    def count_steps(self, pairs: int) -> int:
+        """Optimizer steps on so many training pairs. Those of an epoch that fill no global batch are left out."""
+        if self.max_steps > 0:
+            return self.max_steps
+        return math.ceil(pairs // self.global_batch_size * self.num_train_epochs)
 
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)

@@ -118,10 +118,7 @@ class PairSampler(Sampler[int]):
             )
         seed = args.seed if args.data_seed is None else args.data_seed
         sampler = cls(lengths, args.train_sampling_strategy, args.global_batch_size, micro_batch, seed, packed, shared)
-        epochs = args.num_train_epochs
-        if args.max_steps > 0:
-            epochs = args.max_steps * args.global_batch_size / len(sampler)
-        sampler.epochs = math.ceil(epochs)
+        sampler.epochs = math.ceil(args.count_steps(len(lengths)) * args.global_batch_size / len(sampler))
         return sampler
 
     def __len__(self) -> int:

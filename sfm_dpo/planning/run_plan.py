@@ -66,9 +66,7 @@ class Planner:
         of_epoch = len(self.lengths) // batch
         if not of_epoch:
             raise UserError(f"global_batch_size {batch}: there are only {used.sum()} pairs to train on; lower it")
-        self.steps = self.args.max_steps
-        if self.steps <= 0:  # not set
-            self.steps = math.ceil(of_epoch * self.args.num_train_epochs)
+        self.steps = self.args.count_steps(len(self.lengths))
         self.epochs = self.steps / of_epoch
         asked = read_asked(config, model_config)
         path = (asked.can_pack, asked.can_share)
@@ -106,10 +104,8 @@ class Planner:
             ForwardFlops.of(model)(lengths, responses, shared=torch.from_numpy(shared.ravel()))
             for model in (self.memory.model, self.memory.reference)
         )
-        training = 3 * policy * self.epochs
-        if not self.args.precompute_ref_log_probs:
-            reference *= self.epochs
-        return {"training": training, "reference": reference}
+        epochs = 1 if self.args.precompute_ref_log_probs else self.epochs  # of the reference
+        return {"training": 3 * policy * self.epochs, "reference": reference * epochs}
 
     def plan(self, mfu: float = MFU) -> dict[str, Any]:
         """All values that scripts/plan.py prints, in bytes, tokens, FLOPs and hours."""
@@ -127,7 +123,7 @@ class Planner:
             "batch": {"global": self.args.global_batch_size, "steps": self.steps},
             "launches": {launch: self.plan_launch(launch) for launch in launches},
             "time": {"flops": flops, "hours": sum(flops.values()) / peak / mfu, "mfu": mfu},
-            "checkpoints": peak_checkpoint_count(self.args),
+            "checkpoints": peak_checkpoint_count(self.args, len(self.lengths)),
         }
 
 

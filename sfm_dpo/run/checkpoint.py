@@ -168,19 +168,23 @@ def is_awaited(checkpoint: Path) -> bool:
     return result.with_suffix(".log").exists() and not has_result
 
 
-def peak_checkpoint_count(args: Any) -> int:
-    """The most checkpoints a run holds at one time: the limit, the one being written, the one that the guard keeps,
-    those from before a collapse, and those that wait for eval_command."""
+def peak_checkpoint_count(args: Any, pairs: int) -> int:
+    """The most checkpoints that a run on so many pairs holds at one time: the limit, the one being written, the one
+    that the guard keeps, those from before a collapse, and those that wait for eval_command; or all that it writes."""
     if args.save_strategy == "no":
         return 1
     guarded = 0
     if args.guard != "skip":
         guarded = 3 if args.save_strategy == "steps" and args.save_steps < COLLAPSE_STEPS else 1
     awaited = MAX_AWAITED if args.eval_command else 0
-    most = (args.save_total_limit or 1) + 1 + guarded + awaited
-    if args.save_strategy == "steps" and args.save_steps >= 1 and args.max_steps > 0:
-        most = min(most, math.ceil(args.max_steps / args.save_steps))  # all that it writes
-    return most
+    steps = args.count_steps(pairs)
+    every = pairs // args.global_batch_size
+    if args.save_strategy == "steps":
+        every = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * steps)
+    written = math.ceil(steps / every)
+    if not args.save_total_limit:
+        return written
+    return min(written, args.save_total_limit + 1 + guarded + awaited)
 
 
 def check_disk(run: str | Path, size: int, most: int, model: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 from peft import LoraConfig, get_peft_model
+from transformers.trainer_utils import SaveStrategy
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import TrainConfig
@@ -168,13 +170,19 @@ def test_size_of_a_checkpoint_is_that_of_weights_and_optimizer():
 
 def test_checkpoints_at_one_time():
     args = TrainConfig(output_dir="x", save_strategy="steps", save_steps=20, save_total_limit=2, use_cpu=True)
-    assert peak_checkpoint_count(args) == 2 + 1 + 1
+    pairs = 1000 * args.global_batch_size
+    assert peak_checkpoint_count(args, pairs) == 2 + 1 + 1
     args.save_steps = 19
-    assert peak_checkpoint_count(args) == 2 + 1 + 3
+    assert peak_checkpoint_count(args, pairs) == 2 + 1 + 3
     args.guard = "skip"
-    assert peak_checkpoint_count(args) == 2 + 1
+    assert peak_checkpoint_count(args, pairs) == 2 + 1
     args.eval_command = "true {checkpoint} {out}"
-    assert peak_checkpoint_count(args) == 2 + 1 + 3
+    assert peak_checkpoint_count(args, pairs) == 2 + 1 + 3
+    args.save_total_limit = None  # all are kept
+    assert peak_checkpoint_count(args, pairs) == math.ceil(1000 / 19)
+    args.save_strategy = SaveStrategy.EPOCH
+    args.num_train_epochs = 1.5
+    assert peak_checkpoint_count(args, pairs) == 2
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 7, 15, 25])
