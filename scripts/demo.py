@@ -15,6 +15,7 @@ from pathlib import Path
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 import psutil
 
+from sfm_dpo import BARS
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.distributed import CPU_ONLY
 from sfm_dpo.common.errors import UserError
@@ -31,11 +32,7 @@ DPO on a laptop: SmolLM2-135M-Instruct learns to prefer short correct answers ov
 """
 BUSY = 30  # percent of all cores
 # For this process and the training that it starts; libraries read these when they are imported
-QUIET = {
-    **CPU_ONLY,
-    "HF_HUB_OFFLINE": "1",
-    **dict.fromkeys(("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"), "1"),
-}
+QUIET = CPU_ONLY | {"HF_HUB_OFFLINE": "1"} | dict.fromkeys(BARS, "1")
 
 
 @command
@@ -49,7 +46,7 @@ def main(argv: list[str]) -> int:
         print(f"  busy       other programs use {busy:.0f}% of this CPU; the demo will take longer\n", flush=True)
     from sfm_dpo.config.fields import parse_config
     from sfm_dpo.report.page import last_user_turn
-    from sfm_dpo.run.folder import RESOLVED_CONFIG, SAMPLES, read_file
+    from sfm_dpo.run.folder import REPORT, RESOLVED_CONFIG, SAMPLES, TRAINER_STATE, read_file
 
     fields = ["--config", "recipes/demo.yaml", *fields]
     run = Path(parse_config(fields).train.output_dir)
@@ -63,7 +60,7 @@ def main(argv: list[str]) -> int:
     print("\nheld-out questions, answered by the model before and after training")
     for sample in read_file(run / SAMPLES):  # none with guard: skip
         print(f"\n{last_user_turn(sample['prompt'])}\nbefore: {sample['before']}\nafter: {sample['after']}")
-    print(f"\nreport: {run}/report.html; every metric: {run}/trainer_state.json")
+    print(f"\nreport: {run / REPORT}; every metric: {run / TRAINER_STATE}")
     return 0
 
 

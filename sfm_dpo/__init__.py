@@ -13,6 +13,7 @@ SUCCESSORS = {
     "WANDB_DISABLED": "WANDB_MODE=disabled",
 }
 PACKAGES = "dotenv psutil numpy torch transformers accelerate datasets deepspeed peft matplotlib trl".split()
+BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 
 
 def setup(by_ranks: bool = False) -> None:
@@ -42,7 +43,7 @@ def setup(by_ranks: bool = False) -> None:
         if name in os.environ and successor.partition("=")[0] not in os.environ:
             logging.getLogger(__name__).warning(f"{name}: no library reads this variable any more; set {successor}")
     if not sys.stderr.isatty():  # in a log their carriage returns make one long line
-        for bars in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+        for bars in BARS:
             os.environ.setdefault(bars, "1")
     # Packed rows differ in length: fixed segments of the CUDA allocator would fragment. torch prefers the older name.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:

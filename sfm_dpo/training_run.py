@@ -33,13 +33,11 @@ from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.checks import check_length_of_run
 from sfm_dpo.config.fields import Config
-from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.pairs import Pairs
-from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
+from sfm_dpo.data.sampler import ORDER_VERSION, order_pairs
 from sfm_dpo.data.tokenization import hash_tokens
 from sfm_dpo.evaluation.eval_command import EvalCommand
 from sfm_dpo.hub.upload import push_finished
-from sfm_dpo.model.loading import identify_model
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_summary, write_report
 from sfm_dpo.run.checkpoint import (
@@ -90,19 +88,14 @@ OF_TORCH = dict.fromkeys(("unexpected pos", "iostream error"), "free space, or c
 UNWRITABLE_SIGNS = OF_TORCH | {os.strerror(number): DISK_REMEDIES[number] for number in UNWRITABLE}
 
 
-def order_pairs(config: Config, pairs: Pairs) -> PairSampler:
-    lengths = Lengths.of(pairs.train).truncate(config.train.max_length)
-    return PairSampler.of(lengths, config.train)
-
-
 def first_facts(config: Config, pairs: Pairs, before: Before) -> RunFacts:
     """What identifies a run on these tokenised pairs, before its model is loaded. All ranks must call it. Raises
     UserError if the checkpoint that it resumes from is another run's, or nothing would be trained."""
     args = config.train
-    sampler = order_pairs(config, pairs)
+    sampler = order_pairs(pairs.train, args)
     launch = launch_name()
     facts = RunFacts(
-        models={part.model_field: identify_model(part) for part in config.parts},
+        models=config.model_ids,
         world_size=args.world_size,
         launch="whole weights" if launch == "none" else LAUNCHES.get(launch, launch),
         counts=pairs.as_dict(),
@@ -181,7 +174,7 @@ class TrainingRun:
         if config and pairs:
             describe(config, self.step)
             pairs.write_dropped(self.folder / "dropped.jsonl")
-            sampler = order_pairs(config, pairs)
+            sampler = order_pairs(pairs.train, config.train)
             steps = (rows for epoch in range(sampler.epochs) for rows in sampler.steps(epoch))
             pairs.write_steps(self.folder / "steps.jsonl", steps)
             write_status(self.folder, State.RUNNING, step=self.step)

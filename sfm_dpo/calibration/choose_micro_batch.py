@@ -21,7 +21,7 @@ from accelerate.utils import release_memory
 from datasets import Dataset
 
 from sfm_dpo.calibration.choose_path import KernelError, choose_path, keeps_path, measure_seconds, select_average
-from sfm_dpo.common.distributed import gather_values, launch_name
+from sfm_dpo.common.distributed import gather_values, is_on_gpu, launch_name
 from sfm_dpo.common.errors import RunEnd, UserError, user_input
 from sfm_dpo.common.files import format_table
 from sfm_dpo.common.process import available_memory, resident_bytes
@@ -254,7 +254,7 @@ def measure_memory(base: BaseModel, tokens: Dataset, plan: MemoryPlan, candidate
 
 def reset_peak_memory() -> float:
     """Begins a new peak; returns the bytes that are allocated on the GPU or, without one, resident."""
-    if torch.cuda.is_available():
+    if is_on_gpu():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
     with suppress(AttributeError):  # glibc keeps what is freed, so it would count as used; others have no malloc_trim

@@ -80,7 +80,7 @@ def choose_path(
             packed = ForwardPath(True, False, "fa2")
             comparison.check("packed", packed)
             path = packed
-        if path.packed and asked.can_share:
+        if asked.can_share:
             shared = ForwardPath(True, True, "fa2")
             comparison.check("shared", shared)
             path = shared
@@ -360,7 +360,7 @@ def choose_kernel(
     of an average micro-batch with all layers checkpointed, because memory is measured later."""
     if asked.kernel:
         return asked.kernel, {}
-    if len(kernels) == 1 or base.is_sharded or base.config.train.preflight_only:
+    if len(kernels) == 1 or base.config.train.preflight_only:
         return "fa2", {}
     pairs = asked.pairs or 1
     rows = select_average(base.make_sampler(tokens, path.packed, path.prefix_sharing, pairs))

@@ -124,7 +124,7 @@ def describe_job(launcher_code: int) -> Job:
         launcher_code=launcher_code,
         state=record.get("JobState", ""),
         restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-        max_requeues=int(os.environ.get("MAX_REQUEUES", "20")),
+        max_requeues=int(os.environ.get("MAX_REQUEUES") or Job.max_requeues),
         is_preempted=preempted != "None" and preempted >= record["StartTime"],
     )
 

@@ -25,7 +25,7 @@ from sfm_dpo.config.effects import short_run
 from sfm_dpo.config.fields import Config, parse_config
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR
 from sfm_dpo.data.tokenization import load_tokenizer
-from sfm_dpo.model.loading import load_model_config
+from sfm_dpo.model.loading import count_positions, load_model_config
 from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.folder import DATA, TRAINER_STATE, read_file
 from sfm_dpo.run.lock import take_folder
@@ -144,7 +144,7 @@ class GpuCheck:
         largest = max(FIRST_STEPS_FOR) if self.on_gpu else PER_DEVICE  # pairs in a micro-batch
         batch = 2 * largest * self.processes
         fields = {"per_device_train_batch_size": "", "max_steps": 1, "global_batch_size": batch}
-        positions = getattr(load_model_config(config).get_text_config(), "max_position_embeddings", None)
+        positions = count_positions(config, load_model_config(config))
         if positions and positions < (config.train.max_length or 0):
             fields |= {"max_length": positions, "max_prompt_length": positions // 2}
         found = self.train(run, "zero2", full_model=self.on_gpu, max_samples=4 * batch, **fields)

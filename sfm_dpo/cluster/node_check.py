@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import sfm_dpo
-from sfm_dpo.common.distributed import explain_missing_gpus, is_cpu_only, is_main_process, world_size
+from sfm_dpo.common.distributed import explain_missing_gpus, is_cpu_only, is_main_process, rank, world_size
 from sfm_dpo.common.errors import NODE_CHECK_FAILED
 from sfm_dpo.common.slurm import list_hosts
 
@@ -41,7 +41,7 @@ class Fault(NamedTuple):
 
 Report = tuple[str, list[Fault]]  # of a rank's host
 HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
-RANK = int(os.environ.get("RANK", "0"))
+RANK = rank()
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
 # What the node should have: a node that has lost its GPUs must not pass as a CPU node
 ON_GPU = (torch.cuda.is_available() or "SLURM_GPUS_ON_NODE" in os.environ) and not is_cpu_only()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sfm_dpo.common.distributed import is_main_process
-from sfm_dpo.common.errors import DISK_REMEDIES, Interrupted, RunEnd, UserError, user_input
+from sfm_dpo.common.errors import DISK_REMEDIES, RunEnd, UserError, user_input
 from sfm_dpo.common.secrets import mask
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def install_log() -> None:
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
-    """Decorates a script's `main(argv)`: a RunEnd becomes one line on stderr and its exit code, Ctrl-C becomes 130."""
+    """Decorates a script's `main(argv)`: a RunEnd becomes one line on stderr and its exit code."""
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
@@ -65,9 +65,6 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
             remedy = "ask its owner" if isinstance(error, PermissionError) else DISK_REMEDIES[error.errno]
             log.error(f"{error.filename}: {error.strerror}; {remedy}")
             return UserError.exit_code
-        except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
-            return Interrupted.exit_code
 
     return run
 

@@ -118,6 +118,13 @@ def load_only_tensors() -> None:
         torch.serialization.add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
 
 
+def is_on_gpu() -> bool:
+    """Whether this process computes on a GPU; with `use_cpu` it does not, although the machine may have one."""
+    from accelerate import PartialState
+
+    return PartialState().device.type == "cuda"
+
+
 def is_cpu_only() -> bool:
     """Whether this process was started with CPU_ONLY."""
     return os.environ.get("DS_ACCELERATOR") == CPU_ONLY["DS_ACCELERATOR"]

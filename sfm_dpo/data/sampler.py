@@ -11,8 +11,10 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from datasets import Dataset
 from torch.utils.data import Sampler
 
 from sfm_dpo.common.errors import UserError
@@ -166,3 +168,8 @@ class PairSampler(Sampler[int]):
         for rows in self.steps(epoch):
             digest.update(np.sort(rows).astype(np.int64).tobytes())
         return digest.hexdigest()[:24]
+
+
+def order_pairs(tokens: Dataset, args: TrainConfig, *layout: Any) -> PairSampler:
+    """`PairSampler.of` for the tokenised pairs of a run, truncated as it trains on them."""
+    return PairSampler.of(Lengths.of(tokens).truncate(args.max_length), args, *layout)

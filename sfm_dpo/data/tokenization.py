@@ -20,7 +20,7 @@ import transformers
 import xxhash
 from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import Hasher
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
@@ -33,7 +33,7 @@ from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs
 from sfm_dpo.data.rendering import REFUSALS, find_tool_results, find_unprinted, frozen_clock, list_texts, render_pair
 from sfm_dpo.data.sources import explain_cache_errors
-from sfm_dpo.model.loading import find_adapter, load_model_config
+from sfm_dpo.model.loading import count_positions, find_adapter, load_model_config
 
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
 # span or a drop reason.
@@ -85,10 +85,8 @@ def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_
         )
 
 
-def check_positions(tokens: Dataset, model_config: PretrainedConfig, args: TrainConfig) -> None:
+def check_positions(tokens: Dataset, positions: int | None, args: TrainConfig) -> None:
     """Raises UserError if a sequence is longer than the model's positions; beyond them it computes noise, or fails."""
-    positions = getattr(model_config, "max_position_embeddings", None)
-    positions = (args.model_init_kwargs or {}).get("max_position_embeddings", positions)
     longest = int(Lengths.of(tokens).truncate(args.max_length).sequences.max())
     if positions and longest > positions:
         raise UserError(
@@ -123,7 +121,7 @@ def load_data(config: Config, recorded_date: str | None = None) -> tuple[Pairs, 
     for tokens in pairs.splits.values():
         check_vocabulary(tokens, tokenizer, model_configs[0].vocab_size)
         for model_config in model_configs:
-            check_positions(tokens, model_config, config.train)
+            check_positions(tokens, count_positions(config, model_config), config.train)
     hashes = gather_values([hash_tokens(tokens) for tokens in pairs.splits.values()])
     if others := [str(rank) for rank, its in enumerate(hashes) if its != hashes[0]]:
         found = f"rank(s) {', '.join(others)} read other pairs than rank 0"

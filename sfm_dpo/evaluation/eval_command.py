@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerState
 
 from sfm_dpo.common.distributed import environment_outside_launcher, is_main_process
 from sfm_dpo.config.fields import TrainConfig
-from sfm_dpo.run.checkpoint import checkpoints, rotate, step_of, why_incomplete
+from sfm_dpo.run.checkpoint import checkpoints, rotate_run, step_of, why_incomplete
 from sfm_dpo.run.folder import EVALUATIONS, read_status
 from sfm_dpo.run.reader import format_scores, list_awaited, read_evaluations
 
@@ -60,7 +60,7 @@ class EvalCommand(TrainerCallback):
         if missing:
             then = f"once they have ended, run python scripts/evaluate.py {self.args.output_dir}"
             log.info(f"evaluations without a result yet: {', '.join(missing)}; {then}")
-        rotate(self.run, self.args.save_total_limit)
+        rotate_run(self.args)
         return not missing
 
     def _start_checkpoints(self, final_step: int) -> None:

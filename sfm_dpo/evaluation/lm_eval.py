@@ -17,7 +17,7 @@ from sfm_dpo.model.loading import find_adapter, find_base, read_adapter
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import evaluation_tables, write_report
 from sfm_dpo.run.folder import EVALUATION, EVALUATIONS
-from sfm_dpo.run.reader import read_run, read_scores
+from sfm_dpo.run.reader import read_run, read_scores, to_float
 from sfm_dpo.run.saved_model import SavedModel, find_model
 
 log = logging.getLogger(__name__)
@@ -135,9 +135,8 @@ def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
 
 
 def _read_score(scores: dict, metric: str, name: str) -> dict[str, Any]:
-    error = scores.get(f"{metric}_stderr,{name}")  # "N/A" if lm-eval has none
-    known = isinstance(error, int | float) and math.isfinite(error)
-    return {"value": float(scores[f"{metric},{name}"]), "stderr": error if known else None}
+    error = to_float(scores.get(f"{metric}_stderr,{name}"))  # "N/A" if lm-eval has none
+    return {"value": float(scores[f"{metric},{name}"]), "stderr": error if math.isfinite(error) else None}
 
 
 def _read_samples(result: dict, task: str, metric: str, name: str) -> dict[Any, float]:

@@ -148,9 +148,8 @@ def start_push(path: Path, args: TrainConfig) -> tuple[subprocess.Popen, list[st
     words = ["scripts/push_to_hub.py", str(path), "--hub_model_id", choose_repo(vars(args), Path(args.output_dir))]
     if args.hub_revision:
         words += ["--hub_revision", args.hub_revision]
-    if args.hub_private_repo is False:
-        words += ["--hub_private_repo", "false"]
-    words += ["--hub_timeout", str(args.hub_timeout)]
+    private = str(args.hub_private_repo is not False).lower()  # always: an earlier start's file may say otherwise
+    words += ["--hub_private_repo", private, "--hub_timeout", str(args.hub_timeout)]
     env = environment_outside_launcher() | CPU_ONLY | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(PROJECT / words[0]), *words[1:]]
     return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL), words

@@ -31,7 +31,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 from transformers.utils.logging import info_once
 from trl import get_peft_config
 
-from sfm_dpo.common.distributed import on_main_process
+from sfm_dpo.common.distributed import is_on_gpu, on_main_process
 from sfm_dpo.common.errors import UserError, explain_path, user_input
 from sfm_dpo.common.files import hash_file
 from sfm_dpo.config.fields import FOLDER, Config
@@ -58,8 +58,7 @@ def load_model_config(config: Config) -> PretrainedConfig:
         if "auto_map" in declared and (config.train.trust_remote_code or not is_known):
             remedy = "remove trust_remote_code" if is_known else "choose a model of a type that Transformers has"
             raise UserError(f"{what}: config.json names its own code (auto_map), which is not supported; {remedy}")
-        options = {"revision": revision, "trust_remote_code": config.train.trust_remote_code}
-        model_config = AutoConfig.from_pretrained(base, **options)
+        model_config = AutoConfig.from_pretrained(base, revision=revision)
         text = model_config.get_text_config()
     if "/" in str(model_config._attn_implementation):
         kernel = f"config.json asks for the kernel {model_config._attn_implementation}, code from the Hub"
@@ -144,7 +143,7 @@ def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_
         return merge_adapter(name, adapter, init_kwargs, field)
     kwargs = {"dtype": "float32", "use_safetensors": True} | init_kwargs  # .bin files can run code
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    if PartialState().distributed_type == DistributedType.NO and PartialState().device.type == "cuda":
+    if PartialState().distributed_type == DistributedType.NO and is_on_gpu():
         kwargs.setdefault("device_map", "auto")  # as TRL does: read the weights straight into the GPU
     suspect = "remove attn_implementation, or " if init_kwargs.get("attn_implementation") else ""
     with user_input(f"{field} {name}: cannot be loaded", f"{suspect}check its files and model_init_kwargs"):
@@ -227,6 +226,12 @@ def build_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         return build_model(config, torch.bfloat16)
+
+
+def count_positions(config: Config, model_config: PretrainedConfig) -> int | None:
+    """Tokens that a sequence may have, by model_init_kwargs or else by config.json; None if neither says."""
+    declared = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return (config.train.model_init_kwargs or {}).get("max_position_embeddings", declared)
 
 
 def lora_config(config: Config, model_config: PretrainedConfig) -> LoraConfig | None:

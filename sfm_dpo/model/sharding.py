@@ -132,8 +132,8 @@ def model_bytes(model: PreTrainedModel | PeftModel, is_fsdp: bool = False) -> in
 
 def checkpoint_bytes(model: PreTrainedModel | PeftModel, zero_stage: int, is_fsdp: bool, state: float) -> int:
     """Size of a checkpoint: the model; the optimizer's state, `state` bytes for each trained weight; the ranks' fp32
-    weights under ZeRO and FSDP2; below ZeRO-3 all weights a second time, in DeepSpeed's mp_rank_00_model_states.pt."""
-    again = model_bytes(model) if zero_stage in (1, 2) else 0
+    weights under ZeRO and FSDP2; under ZeRO-2 all weights a second time, in DeepSpeed's mp_rank_00_model_states.pt."""
+    again = model_bytes(model) if zero_stage == 2 else 0
     masters = 4 if zero_stage or is_fsdp else 0
     trained = sum(numel(p) for p in model.parameters() if p.requires_grad)
     return model_bytes(model, is_fsdp) + again + int((masters + state) * trained)

@@ -19,7 +19,7 @@ from sfm_dpo.data.pairs import HISTORY, Pairs, describe_ignored
 from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import choose_date, load_tokenizer, tokenize_splits
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.model.loading import load_model_config, meta_model
+from sfm_dpo.model.loading import count_positions, load_model_config, meta_model
 from sfm_dpo.planning.length_advice import PERCENTILES, analyze_lengths
 from sfm_dpo.report.plots import COLORS, INK, STYLE
 
@@ -61,7 +61,7 @@ def analyze_dataset(
         ForwardFlops.of(meta_model(model_config)),
         min_coverage=min_coverage,
         min_tokens_kept=min_tokens_kept,
-        limit=getattr(model_config.get_text_config(), "max_position_embeddings", None),
+        limit=count_positions(config, model_config),
         overlong=args.overlong,
     )
     result["findings"] = _list_findings(result, texts, tokens, pairs)

@@ -173,10 +173,6 @@ def peak_checkpoint_count(args: Any, pairs: int) -> int:
     that the guard keeps, those from before a collapse, and those that wait for eval_command; or all that it writes."""
     if args.save_strategy == "no":
         return 1
-    guarded = 0
-    if args.guard != "skip":
-        guarded = 3 if args.save_strategy == "steps" and args.save_steps < COLLAPSE_STEPS else 1
-    awaited = MAX_AWAITED if args.eval_command else 0
     steps = args.count_steps(pairs)
     every = pairs // args.global_batch_size
     if args.save_strategy == "steps":
@@ -184,6 +180,10 @@ def peak_checkpoint_count(args: Any, pairs: int) -> int:
     written = math.ceil(steps / every)
     if not args.save_total_limit:
         return written
+    guarded = 0
+    if args.guard != "skip":
+        guarded = 3 if every < COLLAPSE_STEPS else 1
+    awaited = MAX_AWAITED if args.eval_command else 0
     return min(written, args.save_total_limit + 1 + guarded + awaited)
 
 

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from trl.models import prepare_deepspeed
 
 from sfm_dpo.config.fields import Config
-from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.data.sampler import PairSampler
+from sfm_dpo.data.sampler import PairSampler, order_pairs
 from sfm_dpo.model.loading import blocks, checkpoint_layers
 from sfm_dpo.run.facts import ForwardPath
 from sfm_dpo.train.callbacks import Progress
@@ -68,8 +67,7 @@ class BaseModel:
 
     def make_sampler(self, tokens: Dataset, packed: bool, prefix_sharing: bool, pairs: int = 1) -> PairSampler:
         """The order in which a run trains on `tokens`, `pairs` in a micro-batch."""
-        args = self.config.train
-        return PairSampler.of(Lengths.of(tokens).truncate(args.max_length), args, pairs, packed, prefix_sharing)
+        return order_pairs(tokens, self.config.train, pairs, packed, prefix_sharing)
 
     def computing(self, path: ForwardPath | None) -> AbstractContextManager[None]:
         """Policy and reference compute by `path`; None is the models' own padded forward."""

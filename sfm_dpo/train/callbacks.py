@@ -15,7 +15,7 @@ from accelerate.utils import broadcast
 from torch.profiler import profile
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.distributed import is_main_process, is_on_gpu
 from sfm_dpo.common.errors import OutOfMemory
 from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.model.sharding import suggest_sharding
@@ -192,7 +192,7 @@ class Profiler(TrainerCallback):
             folder = Path(args.output_dir) / "profile"
             folder.mkdir(exist_ok=True)
             self.profiler.export_chrome_trace(str(folder / "trace.json"))
-            order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+            order = "self_cuda_time_total" if is_on_gpu() else "self_cpu_time_total"
             table = self.profiler.key_averages().table(sort_by=order, row_limit=15)
             text = f"profile of steps {self.first} to {self.last}, rank 0:\n{table}"
             write_atomically(folder / "profile.txt", text)

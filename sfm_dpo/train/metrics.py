@@ -16,6 +16,7 @@ from accelerate.utils import gather as gather_tensors
 from datasets import Dataset
 from transformers import TrainerCallback
 
+from sfm_dpo.common.distributed import is_on_gpu
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_lines
 from sfm_dpo.common.statistics import ALLOWED
@@ -261,7 +262,7 @@ class Meter(TrainerCallback):
             "perf/padding_fraction": 1 - totals["computed"] / max(totals["grid"], 1),
             "perf/shared_fraction": 1 - totals["computed"] / max(totals["tokens"], 1),
         }
-        if torch.cuda.is_available():
+        if is_on_gpu():
             torch.cuda.reset_peak_memory_stats()
             if peak := peak_flops(torch.cuda.get_device_name()):
                 metrics["perf/mfu"] = totals["flops"] / seconds / (peak * world_size)
@@ -270,6 +271,6 @@ class Meter(TrainerCallback):
 
 def peak_memory_gib() -> float:
     """Peak memory of this process: allocated on the GPU since the last log or, without a GPU, resident since start."""
-    if torch.cuda.is_available():
+    if is_on_gpu():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

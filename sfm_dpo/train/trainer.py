@@ -41,9 +41,9 @@ from sfm_dpo.common.errors import GuardStopped, UserError, user_input
 from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
 from sfm_dpo.config.checks import HELD_OUT, main_loss
 from sfm_dpo.config.fields import FOLDER, Config, TrainConfig
-from sfm_dpo.data.lengths import Lengths, count_trained
+from sfm_dpo.data.lengths import count_trained
 from sfm_dpo.data.pairs import Pairs
-from sfm_dpo.data.sampler import PairSampler
+from sfm_dpo.data.sampler import PairSampler, order_pairs
 from sfm_dpo.memory.asked import Asked
 from sfm_dpo.model.attention import activate_flash, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
@@ -68,7 +68,7 @@ from sfm_dpo.model.sharding import (
     use_fsdp_on_cpu,
 )
 from sfm_dpo.run.checkpoint import COMPLETE, keep_before
-from sfm_dpo.run.facts import ForwardPath, RunFacts
+from sfm_dpo.run.facts import ForwardPath, MicroBatch, RunFacts
 from sfm_dpo.run.model_files import find_folder, finish_model
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, ResumeCallback
@@ -217,15 +217,13 @@ class SFMDPOTrainer(DPOTrainer):
         self.train_dataset = pairs.train
         self.eval_dataset = pairs.held_out() or None
         self._take_path(facts.path)
-        size = facts.micro_batch.pairs
-        batch = self.config.train.global_batch_size
-        accumulation = facts.micro_batch.count_accumulation(batch, self.accelerator.num_processes)
-        set_micro_batch(self.args, self.config.train, size, accumulation, facts.micro_batch.checkpointed_layers > 0)
-        self._train_batch_size = size
+        set_micro_batch(self.args, self.config.train, facts.micro_batch)
+        self._train_batch_size = facts.micro_batch.pairs
         if self.is_deepspeed_enabled:  # its "auto" values are numbers by now
-            names = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
-            values = zip(names, (size, accumulation, batch), strict=True)
-            self.args.deepspeed_plugin.deepspeed_config.update(values)
+            deepspeed = self.args.deepspeed_plugin.deepspeed_config
+            deepspeed["train_micro_batch_size_per_gpu"] = facts.micro_batch.pairs
+            deepspeed["gradient_accumulation_steps"] = self.args.gradient_accumulation_steps
+            deepspeed["train_batch_size"] = self.config.train.global_batch_size
         if self.config.train.precompute_ref_log_probs:
             self.ref_model = None
         self.accelerator.free_memory()  # accelerate also keeps a reference that it prepared,
@@ -298,11 +296,8 @@ class SFMDPOTrainer(DPOTrainer):
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PairSampler:
         """Replaces Transformers' batch_rebalance, whose micro-batches hold unequal numbers of pairs."""
         assert self.path
-        lengths = Lengths.of(self.train_dataset).truncate(self.args.max_length)
-        pairs = self.args.per_device_train_batch_size
-        self.train_sampler = PairSampler.of(
-            lengths, self.config.train, pairs, self.path.packed, self.path.prefix_sharing
-        )
+        layout = (self.args.per_device_train_batch_size, self.path.packed, self.path.prefix_sharing)
+        self.train_sampler = order_pairs(self.train_dataset, self.config.train, *layout)
         return self.train_sampler
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -527,16 +522,15 @@ class LossView:
         return getattr(self._trainer, name)
 
 
-def set_micro_batch(
-    args: TrainConfig, configured: TrainConfig, pairs: int, accumulation: int, checkpoints: bool
-) -> None:
+def set_micro_batch(args: TrainConfig, configured: TrainConfig, micro_batch: MicroBatch) -> None:
     """Sets the fields of TRL's arguments that follow from the micro-batch; the others are recorded as `configured`."""
-    args.per_device_train_batch_size = pairs
+    accumulation = micro_batch.count_accumulation(configured.global_batch_size, configured.world_size)
+    args.per_device_train_batch_size = micro_batch.pairs
     args.gradient_accumulation_steps = accumulation
-    batch = {"per_device_train_batch_size": pairs, "gradient_accumulation_steps": accumulation}
+    batch = {"per_device_train_batch_size": micro_batch.pairs, "gradient_accumulation_steps": accumulation}
     args.to_dict = functools.partial(dict, configured.to_dict() | batch)  # trackers such as W&B record it
-    args.gradient_checkpointing = checkpoints
-    args.activation_checkpointing = checkpoints
+    args.gradient_checkpointing = micro_batch.checkpointed_layers > 0
+    args.activation_checkpointing = args.gradient_checkpointing
 
 
 def arguments_for_trl(args: TrainConfig, asked: Asked) -> TrainConfig:
@@ -545,8 +539,7 @@ def arguments_for_trl(args: TrainConfig, asked: Asked) -> TrainConfig:
     Callbacks read the fields that differ from the configuration, not from this copy."""
     derived = copy.copy(args)
     derived.deepspeed_plugin = copy.copy(args.deepspeed_plugin)  # Trainer fills its "auto" values
-    pairs = asked.pairs or 1
-    set_micro_batch(derived, args, pairs, args.global_batch_size // (pairs * args.world_size), asked.layers != 0)
+    set_micro_batch(derived, args, MicroBatch(asked.pairs or 1, 1 if asked.layers is None else asked.layers))
     derived.logging_nan_inf_filter = False  # it would log a NaN loss as 0
     derived.model_init_kwargs = None  # TRL warns that it ignores them; see load_model
     derived.push_to_hub = False  # hub/upload.py

@@ -4,8 +4,10 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from accelerate import PartialState
 
-from sfm_dpo.calibration.choose_micro_batch import AIM, ROUNDS, MemoryPlan, find_setting
+from sfm_dpo.calibration.choose_micro_batch import AIM, ROUNDS, MemoryPlan, find_setting, reset_peak_memory
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.process import available_memory
@@ -15,6 +17,7 @@ from sfm_dpo.memory.planner import Candidate
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.model.sharding import fit_buckets, zero_config
 from sfm_dpo.planning.run_plan import Planner, read_lengths
+from sfm_dpo.train.metrics import peak_memory_gib
 from tests.memory.test_planner import configuration, plan_memory
 
 GIB = 2**30
@@ -25,6 +28,12 @@ def planner():
     found = plan_memory(configuration("--padding_free=true"), hidden_size=512, intermediate_size=2048)
     found.list_candidates()  # traces
     return found
+
+
+def test_a_gpu_of_the_machine_is_not_asked_with_use_cpu(monkeypatch):
+    PartialState(cpu=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert reset_peak_memory() > 0 and peak_memory_gib() > 0
 
 
 def find(planner, limit: int, states: int, ratio) -> tuple[Candidate, int, list[Candidate]]:

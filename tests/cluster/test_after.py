@@ -101,7 +101,7 @@ def test_slurm_may_answer_late_or_refuse(tmp_path, monkeypatch, refused, preempt
     write_status(tmp_path, State.HUNG, 70, "no rank moved", step=8, checkpoint="checkpoint-6", host="n1")
     (tmp_path / ENVIRONMENT).write_text(json.dumps({"hangs": [{"job": "7"}]}))
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REFUSED": refused, "PREEMPTED": preempted}
-    env |= {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "PYTHONPATH": str(ROOT)}
+    env |= {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "PYTHONPATH": str(ROOT), "MAX_REQUEUES": ""}
     command = [sys.executable, "-m", "sfm_dpo.cluster.after", ".", "1"]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | env, input=before, capture_output=True, text=True)
     for name, value in env.items():

@@ -22,7 +22,6 @@ from sfm_dpo.config.fields import parse_config
         (None, 0, ""),
         (3, 3, ""),
         (PreflightRefused("too bad: hf_" + "a" * 34), 3, "error: too bad: ***\n"),
-        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
         (PermissionError(13, "Permission denied", "/a"), 2, "error: /a: Permission denied; ask its owner\n"),
         (OSError(5, "Input/output error", "/a"), 2, "error: /a: Input/output error; check its disk or file server\n"),
     ],

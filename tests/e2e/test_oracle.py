@@ -21,8 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from sfm_dpo.config.fields import parse_config
-from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.data.sampler import PairSampler
+from sfm_dpo.data.sampler import order_pairs
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from tests.e2e.runs import Place, make_place
 from tests.oracle import trained_logps
@@ -134,8 +133,7 @@ def oracle(place: Place, fields: dict[str, Any]) -> Expected:
     """Metrics of each training step, then of the two held-out evaluations; the weights at the end; and the lines."""
     config = parse_config(as_options(place.values("nowhere", per_device_train_batch_size=2, **fields)), world_size=1)
     split = load_token_pairs(config, load_tokenizer(config))
-    lengths = Lengths.of(split.train).truncate(config.train.max_length)
-    steps = PairSampler.of(lengths, config.train).steps(0)[:STEPS]
+    steps = order_pairs(split.train, config.train).steps(0)[:STEPS]
     policy = AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float64)
     reference = copy.deepcopy(policy)
     if folder := fields.get("ref_model_name_or_path"):

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_dpo
 from scripts import check_config
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config.fields import parse_config
-from sfm_dpo.hub.upload import check_access
+from sfm_dpo.config.fields import TrainConfig, parse_config
+from sfm_dpo.hub.upload import check_access, start_push
 from sfm_dpo.model.loading import identify_model, load_model, load_model_config
 from sfm_dpo.run.checkpoint import COMPLETE, KEEP, PUSHING, STOP, rotate
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_status, write_end, write_status
@@ -279,6 +279,15 @@ def test_access_makes_a_private_repository_and_its_branch(hub):
     assert not hub.repos[f"{NAME}/open"].private
     with pytest.raises(UserError, match="is public; if this is intended, set hub_private_repo: false"):
         check_access("open", True, None, "")
+
+
+@pytest.mark.slow
+def test_a_start_that_only_pushes_does_so_by_its_own_configuration(hub, run, monkeypatch):
+    edit(run / RESOLVED_CONFIG, hub_private_repo=False)
+    for name, value in {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}.items():
+        monkeypatch.setenv(name, value)
+    process, _ = start_push(run, TrainConfig(output_dir=str(run), hub_model_id="lab/model", use_cpu=True))
+    assert process.wait() == 0 and hub.repos["lab/model"].private
 
 
 @pytest.mark.slow

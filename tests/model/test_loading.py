@@ -28,7 +28,15 @@ from sfm_dpo.common.distributed import disable_deepspeed_shm, load_only_tensors
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.tokenization import load_tokenizer
-from sfm_dpo.model.loading import disable_noise, find_base, identify_model, load_model, load_model_config, meta_adapter
+from sfm_dpo.model.loading import (
+    count_positions,
+    disable_noise,
+    find_base,
+    identify_model,
+    load_model,
+    load_model_config,
+    meta_adapter,
+)
 from sfm_dpo.model.sharding import keep_precision, prepare_blocks
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import edit
@@ -66,7 +74,11 @@ def test_an_adapter_by_its_hub_id_is_that_of_its_folder(tiny_folder, tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "adapter")
     name, commit = put_on_hub(tmp_path / "adapter", "lab/sft-adapter")
     config = parse_config(["--model_name_or_path", name, "--dataset_name=x", "--use_cpu"])
-    assert identify_model(config) == commit and load_model_config(config).model_type == "llama"
+    model_config = load_model_config(config)
+    assert identify_model(config) == commit and model_config.model_type == "llama"
+    assert count_positions(config, model_config) == model_config.max_position_embeddings
+    config.train.model_init_kwargs = {"max_position_embeddings": 99}
+    assert count_positions(config, model_config) == 99
     assert load_tokenizer(config).get_vocab() == tiny_tokenizer().get_vocab()
     assert find_base(name, "main") == (str(tiny_folder("llama")), None)
     merged, expected = (load_model(each, {}).state_dict() for each in (name, str(tmp_path / "adapter")))

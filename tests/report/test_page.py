@@ -257,7 +257,9 @@ def test_the_card_repeats_the_launch_and_the_steps(run, launch, processes, comma
     edit(run / "data.json", launch=launch)
     edit(run / "environment.json", world_size=processes, git_remote="https://github.com/lab/fork")
     edit(run / "resolved_config.yaml", max_steps=1200, eval_command="sbatch --account=us e.sh")
+    edit(run / "resolved_config.yaml", model_name_or_path="outputs/sft")  # a folder that is gone by now
     write_model_card(run)
     card = (run / "README.md").read_text()
+    assert "base_model" not in card and "\n`sft`, post-trained" in card
     assert f"\n{command} --config recipe.yaml\n" in card and "pairs, 1,200 steps |" in card
     assert "account" not in card and "With [sfm-post-training](https://github.com/lab/fork) at commit" in card

@@ -16,6 +16,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import TrainConfig
+from sfm_dpo.evaluation.eval_command import EvalCommand
 from sfm_dpo.model.sharding import checkpoint_bytes
 from sfm_dpo.run.checkpoint import (
     COLLAPSE_STEPS,
@@ -35,6 +36,7 @@ from sfm_dpo.run.checkpoint import (
     why_damaged,
     why_incomplete,
 )
+from sfm_dpo.run.folder import State, write_status
 from tests.tiny_models import tiny_model
 from tests.toolbox import UNREADABLE
 
@@ -174,6 +176,14 @@ def test_checkpoints_at_one_time():
     assert peak_checkpoint_count(args, pairs) == 2 + 1 + 1
     args.save_steps = 19
     assert peak_checkpoint_count(args, pairs) == 2 + 1 + 3
+    args.save_steps = 0.25  # of the steps
+    assert peak_checkpoint_count(args, pairs) == 2 + 1 + 1
+    args.save_strategy = SaveStrategy.EPOCH
+    args.num_train_epochs = 9
+    assert peak_checkpoint_count(args, 10 * args.global_batch_size) == 2 + 1 + 3
+    args.save_strategy = SaveStrategy.STEPS
+    args.num_train_epochs = 1
+    args.save_steps = 19
     args.guard = "skip"
     assert peak_checkpoint_count(args, pairs) == 2 + 1
     args.eval_command = "true {checkpoint} {out}"
@@ -183,6 +193,18 @@ def test_checkpoints_at_one_time():
     args.save_strategy = SaveStrategy.EPOCH
     args.num_train_epochs = 1.5
     assert peak_checkpoint_count(args, pairs) == 2
+
+
+def test_the_end_of_a_run_with_eval_command_leaves_the_guards_checkpoint(tmp_path):
+    (tmp_path / "evaluations").mkdir()
+    for step in (10, 20, 30, 40):
+        write_checkpoint(tmp_path, step)
+        (tmp_path / f"evaluations/step-{step}.log").touch()
+        (tmp_path / f"evaluations/step-{step}.json").write_text('{"acc": 1}')
+    write_status(tmp_path, State.DONE, 0, step=40)
+    args = TrainConfig(output_dir=str(tmp_path), save_total_limit=2, eval_command="true {checkpoint}", use_cpu=True)
+    assert EvalCommand(args).wait()
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in (20, 30, 40)]
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 7, 15, 25])
