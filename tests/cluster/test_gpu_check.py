@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from typing import Any
 
 import check_gpu
@@ -13,7 +12,7 @@ from huggingface_hub import constants
 from sfm_dpo.cluster.gpu_check import LAUNCHES, GpuCheck
 from sfm_dpo.common.files import write_json
 from tests.tiny_models import tiny_config
-from tests.toolbox import error_line
+from tests.toolbox import error_line, wait_for
 
 NOISE = 0.008  # nats; 4 x beta x this is 0.16, and with 16 responses in a batch 0.04
 
@@ -83,11 +82,8 @@ def test_a_run_that_aborts_or_lasts_too_long_says_so_and_leaves_no_rank(check, m
     with pytest.raises(RuntimeError, match="exit code 124"):
         check.call("hangs", "bash", "-c", launcher.replace("rank;", f"{check.folder}/rank;"))
     rank = int((check.folder / "rank").read_text())
-    for _ in range(100):  # its end takes a moment, and nobody may wait for it
-        if not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.1)
-    raise AssertionError("the rank still runs")
+    # Nobody may wait for it
+    wait_for(lambda: not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE, 10)
 
 
 def test_data_that_cannot_be_loaded_end_it_before_the_first_check(monkeypatch, check, capsys):

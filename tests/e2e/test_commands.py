@@ -108,7 +108,7 @@ def is_trained(project: Path, words: list[str]) -> bool:
 def parameters(lines: list[str]) -> list:
     """The lines as parameters; those that take five seconds of CPU and more are in the grid."""
     long = r"python bench/.*|python train_dpo\.py --config .*|.*recipes/demo.yaml.*|accelerate .*"
-    long += r"|python scripts/plan\.py .*/.* --lengths .*|torchrun .*"
+    long += r"|python scripts/plan\.py .*/.* --lengths .*|torchrun .*|python train_dpo\.py \.\.\. .*"
     return [pytest.param(line, marks=[pytest.mark.grid] if re.fullmatch(long, line) else []) for line in lines]
 
 

@@ -83,7 +83,7 @@ def test_a_run_on_a_gpu(architecture, fields, run):
 @pytest.mark.parametrize(
     ("fault", "what", "shape", "fields"),
     [
-        ("right", None, *BEYOND),
+        in_grid("right", None, *BEYOND),
         ("backward", "differs from padded in gradient of model.layers.self_attn.q_proj.weight", {}, {}),
         ("long", "fails: FlashAttention: too many tokens", {}, {"per_device_train_batch_size": 8}),
         in_grid("window", "differs from padded in ", *BEYOND),

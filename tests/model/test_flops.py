@@ -118,7 +118,7 @@ def test_the_peak_is_that_of_the_fullest_rank(monkeypatch):
     assert sums.reduce({"tokens": 5}, {"peak": 7}) == {"m": 2.0, "tokens": 20.0, "peak": 21.0}
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_every_decoder_type_has_flops_and_an_answer_about_packing():
     """Of the types: per-layer heads (dots3_note_text), no heads (mamba, rwkv), no number of active experts."""
     answers = {}

@@ -144,6 +144,4 @@ def test_what_does_not_fit_is_said_with_what_does(plan_of):
     text = format_plan(plan_of(PYTHIA, lengths, ["--gradient_checkpointing", "false", "--memory_gib", "80"]).plan())
     assert "do not fit as configured: zero2; LAUNCH=zero2 fits with --per_device_train_batch_size" in text
     assert " minutes)" in text
-    text = format_plan(plan_of(PYTHIA, lengths, ["--memory_gib", "40"]).plan())
-    assert "do not fit as configured: zero2, zero3; LAUNCH=zero3 fits with --per_device_train_batch_size 1 " in text
     assert "; use more GPUs" in format_plan(plan_of(PYTHIA, lengths, ["--memory_gib", "4"]).plan())

@@ -70,6 +70,7 @@ def test_each_way_to_stop_requeues_and_the_run_ends_as_if_nobody_had_stopped_it(
     assert_same(run, uninterrupted[1])
 
 
+@pytest.mark.grid
 def test_with_the_optimizer_on_the_host_a_killed_and_requeued_run_is_bitwise_that_of_zero2(cluster, project):
     """In bf16, in which DeepSpeed sums gradients in fp32."""
     whole = submit(cluster, project, "bf16", bf16="true")
