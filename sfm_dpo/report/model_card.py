@@ -54,7 +54,7 @@ def write_model_card(
     repo = repo or config["hub_model_id"] or config["output_dir"]
     recipe = {key: value for key, value, _ in changed_fields(config) if not key.startswith(_LOCAL)}
     path = config["model_name_or_path"]
-    on_hub = find_on_hub(path, facts["data"]["models"]["model_name_or_path"])
+    on_hub = find_on_hub(path, facts["data"]["models"].get("model_name_or_path"))
     base = on_hub[0] if on_hub else str(Path(path).absolute())  # which no repository's name is
     datasets = facts["data"]["sources"]
     metadata = ModelCardData(
