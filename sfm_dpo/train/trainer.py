@@ -68,7 +68,7 @@ from sfm_dpo.model.sharding import (
     use_fsdp_on_cpu,
 )
 from sfm_dpo.run.checkpoint import COMPLETE, keep_before
-from sfm_dpo.run.facts import ForwardPath, MicroBatch, RunFacts
+from sfm_dpo.run.facts import ForwardPath, RunFacts
 from sfm_dpo.run.model_files import find_folder, finish_model
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, ResumeCallback
@@ -217,13 +217,15 @@ class SFMDPOTrainer(DPOTrainer):
         self.train_dataset = pairs.train
         self.eval_dataset = pairs.held_out() or None
         self._take_path(facts.path)
-        set_micro_batch(self.args, self.config.train, facts.micro_batch)
-        self._train_batch_size = facts.micro_batch.pairs
+        size = facts.micro_batch.pairs
+        batch = self.config.train.global_batch_size
+        accumulation = facts.micro_batch.count_accumulation(batch, self.accelerator.num_processes)
+        set_micro_batch(self.args, self.config.train, size, accumulation, facts.micro_batch.checkpointed_layers > 0)
+        self._train_batch_size = size
         if self.is_deepspeed_enabled:  # its "auto" values are numbers by now
-            deepspeed = self.args.deepspeed_plugin.deepspeed_config
-            deepspeed["train_micro_batch_size_per_gpu"] = facts.micro_batch.pairs
-            deepspeed["gradient_accumulation_steps"] = self.args.gradient_accumulation_steps
-            deepspeed["train_batch_size"] = self.config.train.global_batch_size
+            names = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+            values = zip(names, (size, accumulation, batch), strict=True)
+            self.args.deepspeed_plugin.deepspeed_config.update(values)
         if self.config.train.precompute_ref_log_probs:
             self.ref_model = None
         self.accelerator.free_memory()  # accelerate also keeps a reference that it prepared,
@@ -522,15 +524,16 @@ class LossView:
         return getattr(self._trainer, name)
 
 
-def set_micro_batch(args: TrainConfig, configured: TrainConfig, micro_batch: MicroBatch) -> None:
+def set_micro_batch(
+    args: TrainConfig, configured: TrainConfig, pairs: int, accumulation: int, checkpoints: bool
+) -> None:
     """Sets the fields of TRL's arguments that follow from the micro-batch; the others are recorded as `configured`."""
-    accumulation = micro_batch.count_accumulation(configured.global_batch_size, configured.world_size)
-    args.per_device_train_batch_size = micro_batch.pairs
+    args.per_device_train_batch_size = pairs
     args.gradient_accumulation_steps = accumulation
-    batch = {"per_device_train_batch_size": micro_batch.pairs, "gradient_accumulation_steps": accumulation}
+    batch = {"per_device_train_batch_size": pairs, "gradient_accumulation_steps": accumulation}
     args.to_dict = functools.partial(dict, configured.to_dict() | batch)  # trackers such as W&B record it
-    args.gradient_checkpointing = micro_batch.checkpointed_layers > 0
-    args.activation_checkpointing = args.gradient_checkpointing
+    args.gradient_checkpointing = checkpoints
+    args.activation_checkpointing = checkpoints
 
 
 def arguments_for_trl(args: TrainConfig, asked: Asked) -> TrainConfig:
@@ -539,7 +542,8 @@ def arguments_for_trl(args: TrainConfig, asked: Asked) -> TrainConfig:
     Callbacks read the fields that differ from the configuration, not from this copy."""
     derived = copy.copy(args)
     derived.deepspeed_plugin = copy.copy(args.deepspeed_plugin)  # Trainer fills its "auto" values
-    set_micro_batch(derived, args, MicroBatch(asked.pairs or 1, 1 if asked.layers is None else asked.layers))
+    pairs = asked.pairs or 1
+    set_micro_batch(derived, args, pairs, args.global_batch_size // (pairs * args.world_size), asked.layers != 0)
     derived.logging_nan_inf_filter = False  # it would log a NaN loss as 0
     derived.model_init_kwargs = None  # TRL warns that it ignores them; see load_model
     derived.push_to_hub = False  # hub/upload.py
