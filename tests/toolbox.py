@@ -2,10 +2,11 @@
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,11 @@ def error_line(printed: str) -> str:
 def in_grid(*case):
     """A case of a parametrised test that only the grid runs."""
     return pytest.param(*case, marks=pytest.mark.grid)
+
+
+def sampled(cases: Sequence, step: int) -> Sequence:
+    """Every `step`-th case of a matrix that would take CI too long; GRID=all runs each."""
+    return cases if os.environ.get("GRID") == "all" else cases[::step]
 
 
 def wait_for(condition: Callable[[], bool], timeout: float, every: float = 0.2) -> None:

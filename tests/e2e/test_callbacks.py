@@ -18,8 +18,8 @@ COLLAPSES = {"learning_rate": 0.05, "save_steps": 1, "eval_steps": 1, "eval_stra
 COLLAPSES |= {"guard_generations": 3, "guard": "warn"}
 BY_EPOCH = {"save_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 3, "eval_fraction": 0.1}
 ROWS = [  # how a run ends after every step, and its fields
-    ("stop", COLLAPSES),
-    in_grid("kill", COLLAPSES | {"save_steps": 2, "eval_steps": 2, "logging_steps": 3}),
+    ("kill", COLLAPSES | {"save_steps": 2, "eval_steps": 2, "logging_steps": 3}),
+    in_grid("stop", COLLAPSES),
     in_grid("kill", BY_EPOCH | {"logging_steps": 2, "global_batch_size": 16, "num_train_epochs": 2}),
 ]
 

@@ -15,7 +15,7 @@ import torch
 
 from sfm_dpo.common.files import PROJECT
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.toolbox import in_grid, on_cpu, pairs
+from tests.toolbox import in_grid, on_cpu, pairs, sampled
 
 CAN_SIMULATE = shutil.which("g++") and torch.version.cuda is None  # the CUDA build has devices of its own
 pytestmark = pytest.mark.skipif(not CAN_SIMULATE, reason="needs g++ and PyTorch's CPU build")
@@ -68,7 +68,7 @@ def run(device, write_rows, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "fields"), [("olmo3", {}), *(in_grid(*case) for case in GRID)])
+@pytest.mark.parametrize(("architecture", "fields"), [("olmo3", {}), *(in_grid(*case) for case in sampled(GRID, 2))])
 def test_a_run_on_a_gpu(architecture, fields, run):
     result, log, folder = run(architecture, {}, **fields)
     assert result["code"] == 0, log[-3000:]
@@ -85,7 +85,7 @@ def test_a_run_on_a_gpu(architecture, fields, run):
     [
         in_grid("right", None, *BEYOND),
         ("backward", "differs from padded in gradient of model.layers.self_attn.q_proj.weight", {}, {}),
-        ("long", "fails: FlashAttention: too many tokens", {}, {"per_device_train_batch_size": 8}),
+        in_grid("long", "fails: FlashAttention: too many tokens", {}, {"per_device_train_batch_size": 8}),
         in_grid("window", "differs from padded in ", *BEYOND),
         in_grid("mask", "differs from padded in ", {}, {}),
         in_grid("leak", "differs from padded in ", {}, {}),
