@@ -59,11 +59,8 @@ MATRIX += [(kind, phase, "1") for kind, phase in zip(FAILING * 2, PHASES, strict
 MATRIX += itertools.product(["kill -9"], PHASES, ["offload"])
 GROUP = 54_321  # also the id of another user
 CASES = [("kill -9", "step", "2")]
-GRID = [
-    ("read-only: HF_HOME", "reference pass", "1"),
-    ("two runs on one cache", "reference pass", "1"),
-    *sampled(MATRIX[5::11], 3),
-]
+GRID = [(kind, "reference pass", "1") for kind in ("read-only: HF_HOME", "two runs on one cache")]
+GRID += sampled(MATRIX[5::11], 3)
 CASES += [in_grid(*case) for case in GRID]
 # One operation on a file of the run's folder fails, or it and each later one
 MOST = {"write": (200, 80), "open": (80, 8), "read": (150, 20)}  # a run does as many, in rank 0 and in rank 1

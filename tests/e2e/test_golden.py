@@ -249,7 +249,7 @@ def uninterrupted(place) -> tuple[Run, dict]:
     return run, fields
 
 
-HOSTS = [("cpu_offload", "cpu_offload"), ("cpu", "cpu_offload"), ("cpu_offload", "cpu"), ("cpu", "cpu")]
+HOSTS = [("cpu", "cpu"), ("cpu", "cpu_offload"), ("cpu_offload", "cpu_offload"), ("cpu_offload", "cpu")]
 
 
 @pytest.mark.grid

@@ -118,8 +118,8 @@ PLANNED = [recipe for recipe in RECIPES if "# Plan" in recipe.read_text()]
 @pytest.mark.grid
 @pytest.mark.parametrize("recipe", sampled(PLANNED, 4), ids=lambda recipe: recipe.stem)
 def test_computed_line_of_a_header_is_its_plans(recipe, tmp_path, monkeypatch, environment):
-    """Memory, hours and disk, as the header's own Plan command says them. RECORD=1 writes the line,
-    with GRID=all that of each recipe."""
+    """Memory, hours and disk, as the header's own Plan command says them. GRID=all RECORD=1 writes
+    the lines of all recipes."""
     monkeypatch.chdir(ROOT)
     command = re.search(r"^ Plan +python scripts/plan.py (.*)", text(recipe), re.M)[1]
     plan.main([*command.split(), "--json", str(tmp_path / "plan.json")])
@@ -134,7 +134,7 @@ def test_computed_line_of_a_header_is_its_plans(recipe, tmp_path, monkeypatch, e
     if os.environ.get("RECORD"):
         old = re.sub(r"^# Computed .*\n", "", recipe.read_text(), flags=re.M)
         recipe.write_text(re.sub(r"^(?=# Prefetch)", computed, old, count=1, flags=re.M))
-    assert computed in recipe.read_text(), "RECORD=1 writes it"
+    assert computed in recipe.read_text(), "GRID=all RECORD=1 writes it, and those of the other recipes"
 
 
 @pytest.mark.grid
