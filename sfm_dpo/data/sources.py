@@ -11,7 +11,7 @@ from unittest import mock
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset, DatasetInfo, Features, Value, load_dataset, load_from_disk
+from datasets import Dataset, DownloadManager, Features, SplitGenerator, Value, load_dataset, load_from_disk
 from datasets.builder import Key
 from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
@@ -21,7 +21,7 @@ from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import DISK_REMEDIES, RunEnd, UserError, user_input
 
-JSON_VERSION = "sfm-json-rows-1"  # part of the cache's key: raise it with any change of this module that changes a row
+JSON_VERSION = "sfm-json-rows-1"  # names the cache: raise it with any change of this module that changes a row
 JSON_COLUMN = "json_row"  # a row of a JSON file, as text
 LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -75,9 +75,11 @@ def _load_any(*args: Any, **options: Any) -> Any:
     """`load_dataset` of `datasets`, with JsonRows as the reader of JSON files."""
     # Upstream: datasets 5.2, utils/json.py, json_encode_field: writes all values of a field as JSON except text that
     # is valid JSON, which is then read as a value. Canary: test_canary_datasets_json
+    # `datasets` would store these rows, and find its own, under a key of the files alone
+    cache = os.path.join(datasets.config.HF_DATASETS_CACHE, JSON_VERSION)
     with mock.patch.dict(_PACKAGED_DATASETS_MODULES, json=(__name__, JSON_VERSION)):
         try:
-            return load_dataset(*args, **options)
+            return load_dataset(*args, cache_dir=cache, **options)
         except datasets.exceptions.DatasetGenerationError as error:  # it does not say what is wrong
             raise error.__cause__ or error from None
 
@@ -134,8 +136,9 @@ def _check_splits(folder: Path, files: list[Path]) -> None:
 
 
 class JsonRows(Json):
-    def _info(self) -> DatasetInfo:
-        return DatasetInfo(features=Features({JSON_COLUMN: Value("string")}))
+    def _split_generators(self, dl_manager: DownloadManager) -> list[SplitGenerator]:
+        self.info.features = Features({JSON_COLUMN: Value("string")})  # whatever columns a README.md tells
+        return super()._split_generators(dl_manager)
 
     def _generate_tables(self, base_files, files_iterables, original_files) -> Iterator[tuple[Key, pa.Table]]:
         for shard, files in enumerate(files_iterables):

@@ -214,6 +214,18 @@ def test_text_stays_text_whatever_its_neighbours_are(write_rows, name):
     assert pairs.train["chosen"][: len(rows)] == [*JSON_LIKE, *([assistant(text)] for text in JSON_LIKE)]
 
 
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_rows_of_a_folder_have_a_cache_of_their_own(write_rows, tmp_path, first):
+    """The same folder read by `datasets` itself: it takes text for values, and must not meet our rows either."""
+    write_rows("d/train.jsonl", [{"prompt": text, "chosen": "a", "rejected": "b"} for text in JSON_LIKE] + NEIGHBOURS[:1])
+    for reader in ("ours", "theirs") if first == "ours" else ("theirs", "ours"):
+        if reader == "ours":
+            assert load(tmp_path / "d").train["prompt"][:] == [*JSON_LIKE, [Q]]
+        else:
+            rows = datasets.load_dataset(str(tmp_path / "d"), split="train")
+            assert rows.column_names == ["prompt", "chosen", "rejected"]
+
+
 def test_other_columns_are_not_decoded_and_bytes_are_malformed(tmp_path):
     row = {"prompt": "q", "chosen": [A | {"at": date(2024, 1, 2)}], "rejected": [B], "tools": [{"raw": None}]}
     rows = Dataset.from_list([row, row | {"tools": [{"raw": b"c"}]}])
@@ -373,7 +385,8 @@ def test_the_readme_of_a_copy_chooses_its_files(write_rows, tmp_path):
     write_rows("copy/second.jsonl", numbered(2))
     write_rows("copy/dataset_info.json", [{}])
     configs = "[{config_name: a, default: true, data_files: first/*}, {config_name: b, data_files: second.jsonl}]"
-    (tmp_path / "copy" / "README.md").write_text(f"---\nconfigs: {configs}\n---\n# Pairs\n")
+    columns = "{config_name: a, features: [{name: prompt, dtype: string}]}"  # as the Hub's viewer shows them
+    (tmp_path / "copy" / "README.md").write_text(f"---\nconfigs: {configs}\ndataset_info: {columns}\n---\n# Pairs\n")
     assert len(load(tmp_path / "copy").train) == 3
     assert len(load(tmp_path / "copy", "--dataset_config", "b").train) == 2
 
