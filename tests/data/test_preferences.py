@@ -32,6 +32,7 @@ PLAIN = ([Q], [A], [B])
 WITH_SYSTEM = ([S, Q], [A], [B])
 CALL = assistant("", tool_calls=[{"name": "f"}])
 RESULT = {"role": "tool", "content": "7"}
+HUMAN = "\n\nHuman: q\n\nAssistant: "
 JSON_ANSWERS = ('[{"role": "user", "content": "x"}, 3]', "[{'role': 'user', 'content': 'x'}] is what you pass.")
 LOOK = {"city": "Köln", "at": None}
 
@@ -66,9 +67,17 @@ def mixture(tmp_path, entries, *cli):
         ((None, [S, Q, B, Q, A], [S, Q, B, Q, B]), ([S, Q, B, Q], [A], [B])),
         (("q", [Q, A], [Q, B]), PLAIN),  # UltraFeedback: whole conversations and a prompt column with their question
         (([S, Q], [Q, A], [Q, B]), WITH_SYSTEM),
+        # in another spelling, with more keys, with or without a system message or the first turns
+        (([Q, B, Q], [S, Q, B, Q, A], [S, Q, B, Q, B]), ([S, Q, B, Q], [A], [B])),
+        (([S, user("q ")], [Q, A], [Q, B]), WITH_SYSTEM),
+        (([S, user(" q")], [Q, B, Q, A], [Q, B, Q, B]), ([S, Q, B, Q], [A], [B])),
+        (([S, Q, B, user("q ")], [Q, A], [Q, B]), ([S, Q, B, Q], [A], [B])),
+        (([user("p"), B | {"n": ""}, Q], [user("p"), B, Q, A], [user("p"), B, Q, B]), ([user("p"), B, Q], [A], [B])),
         (([S], [Q, A], [Q, B]), WITH_SYSTEM),  # a prompt column with the system message alone must not get lost
         (([Q], "a", "b"), PLAIN),  # responses as text under a prompt of messages
         (([{"from": "human", "value": "q"}], {"from": "gpt", "value": "a"}, [B]), PLAIN),  # ShareGPT
+        # hh-rlhf, with a prompt column
+        ((HUMAN, f"{HUMAN}a", f"{HUMAN}b"), PLAIN),
         # plain text
         (("q: ", "a", "b"), ("q: ", "a", "b")),
         (("q", [A], [assistant("b", name=None)]), PLAIN),  # keys that are None
@@ -82,6 +91,7 @@ def mixture(tmp_path, entries, *cli):
         (("q", json.dumps([Q, A]), json.dumps([Q, B])), PLAIN),  # lists as JSON text
         ((None, json.dumps([Q, A], indent=1), [Q, B]), PLAIN),
         ((json.dumps([S, Q]), "a", json.dumps({"from": "gpt", "value": "b"})), WITH_SYSTEM),
+        (("q", json.dumps([{"role": "assistant", "tool_calls": [{"name": "f"}]}]), "b"), ([Q], [CALL], [B])),
         (("q", *JSON_ANSWERS), ("q", *JSON_ANSWERS)),  # answers that happen to be JSON
         # roles of another spelling
         ((None, [message("Human", "q"), message("Assistant:", "a")], [Q, message("bot", "b")]), PLAIN),
@@ -153,6 +163,17 @@ def test_a_prompt_in_no_column_names_those_that_look_like_one(write_rows, column
         load(write_rows("pairs.jsonl", [SINGLE | columns]))
 
 
+@pytest.mark.parametrize(
+    ("columns", "template"),
+    [
+        ({"tools": "[]", "chat_template_kwargs": "{}"}, None),  # a template may print tools that are there, if none
+        ({"tools": "null", "chat_template_kwargs": '{"enable_thinking": false}'}, '{"enable_thinking": false}'),
+    ],
+)
+def test_arguments_of_the_template_as_json_text(write_rows, columns, template):
+    assert load(write_rows("pairs.jsonl", [PAIR | columns])).train["template"][:] == [template]
+
+
 def test_whole_conversations_hide_other_columns(write_rows):
     rows = [{"chosen": [Q, A], "rejected": [Q, B], "messages": [user("p")], "system": "x"}]
     pairs = load(write_rows("pairs.jsonl", rows)).train
@@ -217,7 +238,8 @@ def test_text_stays_text_whatever_its_neighbours_are(write_rows, name):
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 def test_rows_of_a_folder_have_a_cache_of_their_own(write_rows, tmp_path, first):
     """The same folder read by `datasets` itself: it takes text for values, and must not meet our rows either."""
-    write_rows("d/train.jsonl", [{"prompt": text, "chosen": "a", "rejected": "b"} for text in JSON_LIKE] + NEIGHBOURS[:1])
+    texts = [{"prompt": text, "chosen": "a", "rejected": "b"} for text in JSON_LIKE]
+    write_rows("d/train.jsonl", texts + NEIGHBOURS[:1])
     for reader in ("ours", "theirs") if first == "ours" else ("theirs", "ours"):
         if reader == "ours":
             assert load(tmp_path / "d").train["prompt"][:] == [*JSON_LIKE, [Q]]
