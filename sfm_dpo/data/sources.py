@@ -53,8 +53,9 @@ def load_rows(entry: DatasetConfig) -> Dataset:
     if os.path.exists(local):  # Path.exists would raise in a folder without permission
         if given := entry.data_dir or entry.data_files:
             raise UserError(f"dataset_name {path}: a local file or folder has no {given}; remove it")
-        return _load_local(local, entry.split, entry.name)
-    if local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        with user_input(f"dataset_name {path}: cannot be read", "check dataset_config, and that this split has rows"):
+            return _load_local(local, entry.split, entry.name)
+    if _format_of(local) or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder; check the path")
     offline = "if this machine has no network, run scripts/prefetch.py on one that has"
     remedy = f"{offline}; a gated or private dataset needs HF_TOKEN"
@@ -96,12 +97,14 @@ def _load_local(path: Path, split: str, name: str | None) -> Dataset:
             saved = load_from_disk(path)
             splits = saved if isinstance(saved, dict) else {"train": saved}
             return splits[split]
+    if has_configs:
+        return _load_any(str(path.resolve()), name, split=split)
     files = [path]
     if path.is_dir():
         visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        data = (p for p in visible if p.suffix in LOCAL_FORMATS and p.name not in FILES_TO_IGNORE)
+        data = (p for p in visible if _format_of(p) and p.name not in FILES_TO_IGNORE)
         files = sorted(p for p in data if p.is_file())
-    formats = {LOCAL_FORMATS.get(p.suffix) for p in files}
+    formats = {_format_of(p) for p in files}
     if len(formats) != 1 or None in formats:
         found = ", ".join(sorted({p.suffix for p in files})) or "none"
         raise UserError(f"dataset_name {path}: give .json, .jsonl or .parquet files of one format; found {found}")
@@ -110,13 +113,15 @@ def _load_local(path: Path, split: str, name: str | None) -> Dataset:
             raise UserError(f"dataset_name {file}: cannot be read; check its permissions")
     if not any(file.stat().st_size for file in files):
         raise UserError(f"dataset_name {path}: is empty; give a file with rows")
-    with user_input(f"dataset_name {path}: cannot be read", "check dataset_config, and that this split has rows"):
-        if path.is_dir():
-            if not has_configs:
-                _check_splits(path, files)
-            return _load_any(str(path.resolve()), name, split=split)
-        name = glob.escape(str(path.absolute()))  # datasets would read [ ] ? * as a pattern
-        return _load_any(formats.pop(), data_files=[name], split=split)
+    if path.is_dir():
+        _check_splits(path, files)
+        return _load_any(str(path.resolve()), split=split)
+    name = glob.escape(str(path.absolute()))  # datasets would read [ ] ? * as a pattern
+    return _load_any(formats.pop(), data_files=[name], split=split)
+
+
+def _format_of(file: Path) -> str | None:
+    return LOCAL_FORMATS.get(Path(file.name.removesuffix(".gz")).suffix)
 
 
 def _check_splits(folder: Path, files: list[Path]) -> None:

@@ -1,5 +1,6 @@
 """Preference pairs: every published shape and drop reason, no row lost uncounted, each broken file in one line."""
 
+import gzip
 import json
 import re
 from datetime import date
@@ -406,6 +407,7 @@ def test_the_readme_of_a_copy_chooses_its_files(write_rows, tmp_path):
     write_rows("copy/first/train.jsonl", numbered(3))
     write_rows("copy/second.jsonl", numbered(2))
     write_rows("copy/dataset_info.json", [{}])
+    write_rows("copy/export/train.parquet", numbered(4))
     configs = "[{config_name: a, default: true, data_files: first/*}, {config_name: b, data_files: second.jsonl}]"
     columns = "{config_name: a, features: [{name: prompt, dtype: string}]}"  # as the Hub's viewer shows them
     (tmp_path / "copy" / "README.md").write_text(f"---\nconfigs: {configs}\ndataset_info: {columns}\n---\n# Pairs\n")
@@ -438,6 +440,14 @@ def test_a_folder_is_the_sum_of_its_files_but_not_of_hidden_ones(write_rows, tmp
         write_rows(f"d/{name}", numbered(n, name[-7]))
     (tmp_path / "d" / "README.md").write_text("notes")
     assert sorted(prompts(load(tmp_path / "d").train)) == ["a0", "a1", "b0", "b1", "b2"]
+
+
+def test_files_may_be_compressed(write_rows, tmp_path):
+    for name in ("d/train.jsonl", "d/test.jsonl"):
+        file = write_rows(name, numbered(2, name[2:4]))
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    assert prompts(load(tmp_path / "d").train) == prompts(load(tmp_path / "d/train.jsonl.gz").train) == ["tr0", "tr1"]
 
 
 @pytest.mark.parametrize("name", ["pairs[1].jsonl", "what?.parquet", "run[12]/a*.jsonl"])
