@@ -265,13 +265,10 @@ def read_json(text: Any) -> Any:
     with suppress(ValueError, TypeError):
         value = json.loads(text) if found else text
         turns = value if isinstance(value, list) else [value]
-        if found and all(_is_message(turn) for turn in turns):
+        contents = {"content", *CALL_KEYS}
+        if found and all(("role" in turn and contents & {*turn}) or {"from", "value"} <= {*turn} for turn in turns):
             return turns
     return text
-
-
-def _is_message(turn: Any) -> bool:
-    return ("role" in turn and not {"content", *CALL_KEYS}.isdisjoint(turn)) or {"from", "value"} <= {*turn}
 
 
 def read_transcript(text: Any) -> Any:

@@ -23,7 +23,7 @@ from sfm_dpo.common.errors import DISK_REMEDIES, RunEnd, UserError, user_input
 
 JSON_VERSION = "sfm-json-rows-1"  # names the cache: raise it with any change of this module that changes a row
 JSON_COLUMN = "json_row"  # a row of a JSON file, as text
-LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".gz": "json", ".parquet": "parquet"}
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def load_rows(entry: DatasetConfig) -> Dataset:
             raise UserError(f"dataset_name {path}: a local file or folder has no {given}; remove it")
         with user_input(f"dataset_name {path}: cannot be read", "check dataset_config, and that this split has rows"):
             return _load_local(local, entry.split, entry.name)
-    if _format_of(local) or path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder; check the path")
     offline = "if this machine has no network, run scripts/prefetch.py on one that has"
     remedy = f"{offline}; a gated or private dataset needs HF_TOKEN"
@@ -102,9 +102,9 @@ def _load_local(path: Path, split: str, name: str | None) -> Dataset:
     files = [path]
     if path.is_dir():
         visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        data = (p for p in visible if _format_of(p) and p.name not in FILES_TO_IGNORE)
+        data = (p for p in visible if p.suffix in LOCAL_FORMATS and p.name not in FILES_TO_IGNORE)
         files = sorted(p for p in data if p.is_file())
-    formats = {_format_of(p) for p in files}
+    formats = {LOCAL_FORMATS.get(p.suffix) for p in files}
     if len(formats) != 1 or None in formats:
         found = ", ".join(sorted({p.suffix for p in files})) or "none"
         raise UserError(f"dataset_name {path}: give .json, .jsonl or .parquet files of one format; found {found}")
@@ -118,10 +118,6 @@ def _load_local(path: Path, split: str, name: str | None) -> Dataset:
         return _load_any(str(path.resolve()), split=split)
     name = glob.escape(str(path.absolute()))  # datasets would read [ ] ? * as a pattern
     return _load_any(formats.pop(), data_files=[name], split=split)
-
-
-def _format_of(file: Path) -> str | None:
-    return LOCAL_FORMATS.get(Path(file.name.removesuffix(".gz")).suffix)
 
 
 def _check_splits(folder: Path, files: list[Path]) -> None:
