@@ -289,6 +289,8 @@ def _join_prompts(prompt_messages: list[dict], common: list[dict]) -> list[dict]
     for overlap in range(min(len(prompt_messages), len(common)), 0, -1):
         if prompt_messages[-overlap:] == common[:overlap]:
             return prompt_messages + common[overlap:]
+    if common and prompt_messages[: len(common)] == common:  # it holds an answer, too, so the pair will be dropped
+        return prompt_messages
     is_asked = prompt_messages and prompt_messages[-1]["role"] == "user"
     if is_asked and common and common[0]["role"] in ("system", "user"):
         lacks_system = prompt_messages[0]["role"] == "system" != common[0]["role"]

@@ -74,6 +74,7 @@ def mixture(tmp_path, entries, *cli):
         (([S, user(" q")], [Q, B, Q, A], [Q, B, Q, B]), ([S, Q, B, Q], [A], [B])),
         (([S, Q, B, user("q ")], [Q, A], [Q, B]), ([S, Q, B, Q], [A], [B])),
         (([user("p"), B | {"n": ""}, Q], [user("p"), B, Q, A], [user("p"), B, Q, B]), ([user("p"), B, Q], [A], [B])),
+        (([Q, A], [Q, A], [Q, B]), ([Q, A], [A], [B])),  # a prompt with an answer, which tokenization drops
         (([S], [Q, A], [Q, B]), WITH_SYSTEM),  # a prompt column with the system message alone must not get lost
         (([Q], "a", "b"), PLAIN),  # responses as text under a prompt of messages
         (([{"from": "human", "value": "q"}], {"from": "gpt", "value": "a"}, [B]), PLAIN),  # ShareGPT
