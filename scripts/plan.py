@@ -46,6 +46,8 @@ def main(argv: list[str]) -> None:
     shape = load_model_config(config)
     if ours.lengths:
         lengths = read_lengths(ours.lengths)
+        drawn = min(len(lengths), config.train.max_samples or len(lengths))
+        lengths = lengths.select(np.arange(round(drawn * (1 - config.train.eval_fraction))))
     else:
         lengths = Lengths.of(load_token_pairs(config, load_tokenizer(config)).train)
     if ours.pairs:

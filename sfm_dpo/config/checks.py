@@ -30,6 +30,7 @@ LOSS_TYPES = (
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
 LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
 SORTING_LOSSES = {"aot", "aot_unpaired"}  # their value depends on which pairs are sorted together
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 SUMMED_LOSSES = {*LOSS_TYPES} - LENGTH_NORMALIZED_LOSSES - {"sft"}
 
 HELD_OUT = "eval"  # the pairs of eval_fraction, beside the names of eval_datasets
@@ -218,6 +219,8 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
     for loss in namespace.loss_type:
         with collect_errors(problems):
             check_known("loss_type", loss, LOSS_TYPES)
+    with collect_errors(problems):
+        check_known("f_divergence_type", namespace.f_divergence_type, DIVERGENCES)
     if re.search(r"['\"](token|torch_dtype|dtype|revision)['\"]", str(namespace.model_init_kwargs)):
         remedy = "use HF_TOKEN in .env, and the fields dtype and model_revision"
         problems.append(f"model_init_kwargs: cannot set a token, dtype or revision; {remedy}")  # without the token

@@ -30,7 +30,7 @@ from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.sources import JSON_COLUMN, column_names, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
-PAIRS_VERSION = 11
+PAIRS_VERSION = 12
 TOOL_ROLES = ("tool", "environment")  # they hold the result of a call
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
 # Other names of the column `prompt`
@@ -162,10 +162,9 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
         # Arrow gives every struct of a column the keys of all others
         fields = row if is_json else remove_none_values({name: row.get(name) for name in _FIELDS})
         pair = normalize_fields(fields)
-        tools = fields.get("tools")
-        arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
-        arguments |= fields.get("chat_template_kwargs") or {}
-        if arguments:
+        given = (fields.get(name) or None for name in ("tools", "chat_template_kwargs"))
+        tools, options = (json.loads(value) if isinstance(value, str) else value for value in given)
+        if arguments := ({"tools": tools} if tools else {}) | (options or {}):
             template = json.dumps(arguments)
     except (ValueError, TypeError) as error:
         pair = f"malformed: {error}"
@@ -225,9 +224,7 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     (hh-rlhf); and plain text. Message lists may be JSON text. Raises ValueError for calls and lists that are not.
     """
     prompt, chosen, rejected = map(read_json, (prompt, chosen, rejected))
-    if prompt is None:
-        chosen = read_transcript(chosen)
-        rejected = read_transcript(rejected)
+    chosen, rejected = map(read_transcript, (chosen, rejected))
     if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
         if chosen == rejected:
             return "chosen_equals_rejected"
@@ -268,7 +265,8 @@ def read_json(text: Any) -> Any:
     with suppress(ValueError, TypeError):
         value = json.loads(text) if found else text
         turns = value if isinstance(value, list) else [value]
-        if found and all({"role", "content"} <= {*turn} or {"from", "value"} <= {*turn} for turn in turns):
+        contents = {"content", *CALL_KEYS}
+        if found and all(("role" in turn and contents & {*turn}) or {"from", "value"} <= {*turn} for turn in turns):
             return turns
     return text
 
@@ -286,13 +284,17 @@ def read_transcript(text: Any) -> Any:
 
 
 def _join_prompts(prompt_messages: list[dict], common: list[dict]) -> list[dict]:
-    """The prompt column followed by the messages that both sides share, without repeating messages."""
+    """The prompt column followed by the messages that both sides share, without repeating messages: full conversations
+    may repeat it in another spelling, and without a system message."""
     for overlap in range(min(len(prompt_messages), len(common)), 0, -1):
         if prompt_messages[-overlap:] == common[:overlap]:
             return prompt_messages + common[overlap:]
-    is_question = all(message["role"] == "user" for message in prompt_messages)
-    if is_question and common and common[0]["role"] in ("system", "user"):
-        return common  # full conversations, and a prompt column that repeats their question in another spelling
+    if common and prompt_messages[: len(common)] == common:  # it holds an answer, too, so the pair will be dropped
+        return prompt_messages
+    is_asked = prompt_messages and prompt_messages[-1]["role"] == "user"
+    if is_asked and common and common[0]["role"] in ("system", "user"):
+        lacks_system = prompt_messages[0]["role"] == "system" != common[0]["role"]
+        return prompt_messages[: max(len(prompt_messages) - len(common), lacks_system)] + common
     return prompt_messages + common
 
 

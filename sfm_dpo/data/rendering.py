@@ -85,7 +85,8 @@ def find_unprinted(pair: dict[str, Any], texts: list[str]) -> set[str]:
         return found
     for tool in json.loads(pair.get("template") or "{}").get("tools") or []:
         function = tool.get("function", tool)
-        if not all(is_printed(function.get(key), texts[0]) for key in ("name", "description")):
+        is_mapping = isinstance(function, dict)  # or, for instance, JSON text
+        if not is_printed([function.get("name"), function.get("description")] if is_mapping else function, texts[0]):
             found.add("tools:prompt")
     for part, text in zip(PARTS, texts, strict=True):
         before = "" if part == "prompt" else texts[0]

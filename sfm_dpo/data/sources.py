@@ -11,7 +11,7 @@ from unittest import mock
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset, DatasetInfo, Features, Value, load_dataset, load_from_disk
+from datasets import Dataset, DownloadManager, Features, SplitGenerator, Value, load_dataset, load_from_disk
 from datasets.builder import Key
 from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
@@ -21,9 +21,9 @@ from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import DISK_REMEDIES, RunEnd, UserError, user_input
 
-JSON_VERSION = "sfm-json-rows-1"  # part of the cache's key: raise it with any change of this module that changes a row
+JSON_VERSION = "sfm-json-rows-1"  # names the cache: raise it with any change of this module that changes a row
 JSON_COLUMN = "json_row"  # a row of a JSON file, as text
-LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".gz": "json", ".parquet": "parquet"}
 
 
 @contextmanager
@@ -53,7 +53,8 @@ def load_rows(entry: DatasetConfig) -> Dataset:
     if os.path.exists(local):  # Path.exists would raise in a folder without permission
         if given := entry.data_dir or entry.data_files:
             raise UserError(f"dataset_name {path}: a local file or folder has no {given}; remove it")
-        return _load_local(local, entry.split, entry.name)
+        with user_input(f"dataset_name {path}: cannot be read", "check dataset_config, and that this split has rows"):
+            return _load_local(local, entry.split, entry.name)
     if local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder; check the path")
     offline = "if this machine has no network, run scripts/prefetch.py on one that has"
@@ -75,9 +76,11 @@ def _load_any(*args: Any, **options: Any) -> Any:
     """`load_dataset` of `datasets`, with JsonRows as the reader of JSON files."""
     # Upstream: datasets 5.2, utils/json.py, json_encode_field: writes all values of a field as JSON except text that
     # is valid JSON, which is then read as a value. Canary: test_canary_datasets_json
+    # `datasets` would store these rows, and find its own, under a key of the files alone
+    cache = os.path.join(datasets.config.HF_DATASETS_CACHE, JSON_VERSION)
     with mock.patch.dict(_PACKAGED_DATASETS_MODULES, json=(__name__, JSON_VERSION)):
         try:
-            return load_dataset(*args, **options)
+            return load_dataset(*args, cache_dir=cache, **options)
         except datasets.exceptions.DatasetGenerationError as error:  # it does not say what is wrong
             raise error.__cause__ or error from None
 
@@ -94,6 +97,8 @@ def _load_local(path: Path, split: str, name: str | None) -> Dataset:
             saved = load_from_disk(path)
             splits = saved if isinstance(saved, dict) else {"train": saved}
             return splits[split]
+    if has_configs:
+        return _load_any(str(path.resolve()), name, split=split)
     files = [path]
     if path.is_dir():
         visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
@@ -108,13 +113,11 @@ def _load_local(path: Path, split: str, name: str | None) -> Dataset:
             raise UserError(f"dataset_name {file}: cannot be read; check its permissions")
     if not any(file.stat().st_size for file in files):
         raise UserError(f"dataset_name {path}: is empty; give a file with rows")
-    with user_input(f"dataset_name {path}: cannot be read", "check dataset_config, and that this split has rows"):
-        if path.is_dir():
-            if not has_configs:
-                _check_splits(path, files)
-            return _load_any(str(path.resolve()), name, split=split)
-        name = glob.escape(str(path.absolute()))  # datasets would read [ ] ? * as a pattern
-        return _load_any(formats.pop(), data_files=[name], split=split)
+    if path.is_dir():
+        _check_splits(path, files)
+        return _load_any(str(path.resolve()), split=split)
+    name = glob.escape(str(path.absolute()))  # datasets would read [ ] ? * as a pattern
+    return _load_any(formats.pop(), data_files=[name], split=split)
 
 
 def _check_splits(folder: Path, files: list[Path]) -> None:
@@ -134,8 +137,9 @@ def _check_splits(folder: Path, files: list[Path]) -> None:
 
 
 class JsonRows(Json):
-    def _info(self) -> DatasetInfo:
-        return DatasetInfo(features=Features({JSON_COLUMN: Value("string")}))
+    def _split_generators(self, dl_manager: DownloadManager) -> list[SplitGenerator]:
+        self.info.features = Features({JSON_COLUMN: Value("string")})  # whatever columns a README.md tells
+        return super()._split_generators(dl_manager)
 
     def _generate_tables(self, base_files, files_iterables, original_files) -> Iterator[tuple[Key, pa.Table]]:
         for shard, files in enumerate(files_iterables):

@@ -4,6 +4,7 @@ It reads and tokenises as training does, into the same cache; `analyze_dataset.p
 """
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from matplotlib.figure import Figure
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config.fields import Config
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.pairs import HISTORY, Pairs, describe_ignored
+from sfm_dpo.data.pairs import HISTORY, Pairs, describe_ignored, drop_rows
 from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import choose_date, load_tokenizer, tokenize_splits
 from sfm_dpo.model.flops import ForwardFlops
@@ -38,11 +39,15 @@ def analyze_dataset(
     options: dict[str, Any] = {"num_proc": args.dataset_num_proc, "mask_tool_results": args.mask_tool_results}
     options["template_date"] = choose_date(tokenizer, args.template_date)
     pairs = tokenize_splits(loaded, tokenizer, **options)
-    if dropped_file:
-        pairs.write_dropped(dropped_file)
-    pairs.check_dropped(limit=1.0)
     texts = concatenate_datasets(list(loaded.splits.values()))
     tokens = concatenate_datasets(list(pairs.splits.values()))
+    lengths = Lengths.of(tokens)
+    count = functools.lru_cache(maxsize=2)(functools.partial(count_trained, tokens))
+    if dropped_file:  # with the pairs that a run drops for their lengths
+        limits = (args.max_length, args.max_prompt_length)
+        _, late = drop_rows(tokens, lengths.find_unused(count(*limits), *limits, args.overlong))
+        replace(pairs, dropped_rows=pairs.dropped_rows + late).write_dropped(dropped_file)
+    pairs.check_dropped(limit=1.0)
     result = {
         "dataset": pairs.sources,
         "model": config.model.model_name_or_path,
@@ -52,8 +57,6 @@ def analyze_dataset(
         "pairs": len(tokens),
         "control_tokens": int(np.sum(tokens["control_tokens"][:])),
     }
-    lengths = Lengths.of(tokens)
-    count = functools.lru_cache(maxsize=2)(functools.partial(count_trained, tokens))
     model_config = load_model_config(config)
     result |= analyze_lengths(
         lengths,

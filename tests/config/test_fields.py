@@ -181,6 +181,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         (SORTED | {"per_device_train_batch_size": 1}, ["loss_type ['aot']: sorts the pairs of a micro-batch"]),
         (SORTED | {"eval_fraction": 0.1}, ["loss_type ['aot']: sorts the pairs of an evaluation batch"]),
         ({"loss_type": []}, ["loss_type []: nothing would be trained"]),
+        ({"f_divergence_type": "js"}, ["f_divergence_type js: unknown", "js_divergence"]),
         ({"loss_weights": [0]}, ["loss_weights [0.0]: give weights of at least 0, one of them above 0"]),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, ["lr_scheduler_type cosine_with_min_lr, lr_scheduler_kwargs"]),
         ({"lr_scheduler_kwargs": {"a": 1}}, ["lr_scheduler_kwargs {'a': 1}: TypeError", "'a'"]),

@@ -1,5 +1,6 @@
 """Preference pairs: every published shape and drop reason, no row lost uncounted, each broken file in one line."""
 
+import gzip
 import json
 import re
 from datetime import date
@@ -32,6 +33,7 @@ PLAIN = ([Q], [A], [B])
 WITH_SYSTEM = ([S, Q], [A], [B])
 CALL = assistant("", tool_calls=[{"name": "f"}])
 RESULT = {"role": "tool", "content": "7"}
+HUMAN = "\n\nHuman: q\n\nAssistant: "
 JSON_ANSWERS = ('[{"role": "user", "content": "x"}, 3]', "[{'role': 'user', 'content': 'x'}] is what you pass.")
 LOOK = {"city": "Köln", "at": None}
 
@@ -66,9 +68,18 @@ def mixture(tmp_path, entries, *cli):
         ((None, [S, Q, B, Q, A], [S, Q, B, Q, B]), ([S, Q, B, Q], [A], [B])),
         (("q", [Q, A], [Q, B]), PLAIN),  # UltraFeedback: whole conversations and a prompt column with their question
         (([S, Q], [Q, A], [Q, B]), WITH_SYSTEM),
+        # in another spelling, with more keys, with or without a system message or the first turns
+        (([Q, B, Q], [S, Q, B, Q, A], [S, Q, B, Q, B]), ([S, Q, B, Q], [A], [B])),
+        (([S, user("q ")], [Q, A], [Q, B]), WITH_SYSTEM),
+        (([S, user(" q")], [Q, B, Q, A], [Q, B, Q, B]), ([S, Q, B, Q], [A], [B])),
+        (([S, Q, B, user("q ")], [Q, A], [Q, B]), ([S, Q, B, Q], [A], [B])),
+        (([user("p"), B | {"n": ""}, Q], [user("p"), B, Q, A], [user("p"), B, Q, B]), ([user("p"), B, Q], [A], [B])),
+        (([Q, A], [Q, A], [Q, B]), ([Q, A], [A], [B])),  # a prompt with an answer, which tokenization drops
         (([S], [Q, A], [Q, B]), WITH_SYSTEM),  # a prompt column with the system message alone must not get lost
         (([Q], "a", "b"), PLAIN),  # responses as text under a prompt of messages
         (([{"from": "human", "value": "q"}], {"from": "gpt", "value": "a"}, [B]), PLAIN),  # ShareGPT
+        # hh-rlhf, with a prompt column
+        ((HUMAN, f"{HUMAN}a", f"{HUMAN}b"), PLAIN),
         # plain text
         (("q: ", "a", "b"), ("q: ", "a", "b")),
         (("q", [A], [assistant("b", name=None)]), PLAIN),  # keys that are None
@@ -82,6 +93,7 @@ def mixture(tmp_path, entries, *cli):
         (("q", json.dumps([Q, A]), json.dumps([Q, B])), PLAIN),  # lists as JSON text
         ((None, json.dumps([Q, A], indent=1), [Q, B]), PLAIN),
         ((json.dumps([S, Q]), "a", json.dumps({"from": "gpt", "value": "b"})), WITH_SYSTEM),
+        (("q", json.dumps([{"role": "assistant", "tool_calls": [{"name": "f"}]}]), "b"), ([Q], [CALL], [B])),
         (("q", *JSON_ANSWERS), ("q", *JSON_ANSWERS)),  # answers that happen to be JSON
         # roles of another spelling
         ((None, [message("Human", "q"), message("Assistant:", "a")], [Q, message("bot", "b")]), PLAIN),
@@ -153,6 +165,17 @@ def test_a_prompt_in_no_column_names_those_that_look_like_one(write_rows, column
         load(write_rows("pairs.jsonl", [SINGLE | columns]))
 
 
+@pytest.mark.parametrize(
+    ("columns", "template"),
+    [
+        ({"tools": "[]", "chat_template_kwargs": "{}"}, None),  # a template may print tools that are there, if none
+        ({"tools": "null", "chat_template_kwargs": '{"enable_thinking": false}'}, '{"enable_thinking": false}'),
+    ],
+)
+def test_arguments_of_the_template_as_json_text(write_rows, columns, template):
+    assert load(write_rows("pairs.jsonl", [PAIR | columns])).train["template"][:] == [template]
+
+
 def test_whole_conversations_hide_other_columns(write_rows):
     rows = [{"chosen": [Q, A], "rejected": [Q, B], "messages": [user("p")], "system": "x"}]
     pairs = load(write_rows("pairs.jsonl", rows)).train
@@ -212,6 +235,19 @@ def test_text_stays_text_whatever_its_neighbours_are(write_rows, name):
     pairs = load(write_rows(name, rows + NEIGHBOURS), "--max_dropped_fraction", "1")
     assert pairs.dropped == {"malformed": 1}
     assert pairs.train["chosen"][: len(rows)] == [*JSON_LIKE, *([assistant(text)] for text in JSON_LIKE)]
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_rows_of_a_folder_have_a_cache_of_their_own(write_rows, tmp_path, first):
+    """The same folder read by `datasets` itself: it takes text for values, and must not meet our rows either."""
+    texts = [{"prompt": text, "chosen": "a", "rejected": "b"} for text in JSON_LIKE]
+    write_rows("d/train.jsonl", texts + NEIGHBOURS[:1])
+    for reader in ("ours", "theirs") if first == "ours" else ("theirs", "ours"):
+        if reader == "ours":
+            assert load(tmp_path / "d").train["prompt"][:] == [*JSON_LIKE, [Q]]
+        else:
+            rows = datasets.load_dataset(str(tmp_path / "d"), split="train")
+            assert rows.column_names == ["prompt", "chosen", "rejected"]
 
 
 def test_other_columns_are_not_decoded_and_bytes_are_malformed(tmp_path):
@@ -372,8 +408,10 @@ def test_the_readme_of_a_copy_chooses_its_files(write_rows, tmp_path):
     write_rows("copy/first/train.jsonl", numbered(3))
     write_rows("copy/second.jsonl", numbered(2))
     write_rows("copy/dataset_info.json", [{}])
+    write_rows("copy/export/train.parquet", numbered(4))
     configs = "[{config_name: a, default: true, data_files: first/*}, {config_name: b, data_files: second.jsonl}]"
-    (tmp_path / "copy" / "README.md").write_text(f"---\nconfigs: {configs}\n---\n# Pairs\n")
+    columns = "{config_name: a, features: [{name: prompt, dtype: string}]}"  # as the Hub's viewer shows them
+    (tmp_path / "copy" / "README.md").write_text(f"---\nconfigs: {configs}\ndataset_info: {columns}\n---\n# Pairs\n")
     assert len(load(tmp_path / "copy").train) == 3
     assert len(load(tmp_path / "copy", "--dataset_config", "b").train) == 2
 
@@ -403,6 +441,14 @@ def test_a_folder_is_the_sum_of_its_files_but_not_of_hidden_ones(write_rows, tmp
         write_rows(f"d/{name}", numbered(n, name[-7]))
     (tmp_path / "d" / "README.md").write_text("notes")
     assert sorted(prompts(load(tmp_path / "d").train)) == ["a0", "a1", "b0", "b1", "b2"]
+
+
+def test_files_may_be_compressed(write_rows, tmp_path):
+    for name in ("d/train.jsonl", "d/test.jsonl"):
+        file = write_rows(name, numbered(2, name[2:4]))
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    assert prompts(load(tmp_path / "d").train) == prompts(load(tmp_path / "d/train.jsonl.gz").train) == ["tr0", "tr1"]
 
 
 @pytest.mark.parametrize("name", ["pairs[1].jsonl", "what?.parquet", "run[12]/a*.jsonl"])

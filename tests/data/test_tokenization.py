@@ -128,7 +128,7 @@ def test_tools_and_template_arguments_of_a_row_reach_the_template(write_rows):
 def test_what_training_does_not_see_is_counted_with_its_first_row(write_rows):
     rows = [conversation(i) for i in range(5)]
     rows[1]["tools"] = json.dumps([{"type": "function", "function": {"name": "add"}}])
-    rows[2]["system"] = "Be brief."
+    rows[2] |= {"system": "Be brief.", "tools": [{"type": "function", "function": '{"name": "add"}'}]}
     rows[3]["chosen"] = [{"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}, *rows[3]["chosen"]]
     rows[4]["prompt"] = [{"role": "user", "content": "long " * 100}]
     path = write_rows("pairs.jsonl", rows)
@@ -137,7 +137,7 @@ def test_what_training_does_not_see_is_counted_with_its_first_row(write_rows):
         f"1 pairs lose the beginning of their prompt by max_prompt_length, first in row 5 of {path}",
         f"1 pairs have a column system, which is not read; make it a message of the prompt, first in row 3 of {path}",
         f"1 pairs have tool_calls in chosen that the chat template does not print, first in row 4 of {path}",
-        f"1 pairs have tools in prompt that the chat template does not print, first in row 2 of {path}",
+        f"2 pairs have tools in prompt that the chat template does not print, first in row 2 of {path}",
     ]
 
 

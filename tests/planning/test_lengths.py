@@ -139,8 +139,12 @@ def test_tool_results_are_left_out_as_in_training(analyze, tiny_folder, tmp_path
     for row in [row for row in result["candidates"] if row["dropped"]] or pytest.fail("nothing is dropped"):
         options = ("--max_length", row["max_length"], "--max_dropped_fraction", 1)
         config = config_of(tmp_path / "pairs.jsonl", tiny_folder("llama"), *options)
-        train = load_token_pairs(config, load_tokenizer(config)).train
+        pairs = load_token_pairs(config, load_tokenizer(config))
+        train = pairs.train
         assert row["dropped"] == len(rows) - len(train)
+        analyze_dataset(config, 0, 0, tmp_path / "listed.jsonl")
+        pairs.write_dropped(tmp_path / "dropped.jsonl")
+        assert (tmp_path / "listed.jsonl").read_text() == (tmp_path / "dropped.jsonl").read_text()
         assert row["response_tokens"] == count_trained(train, row["max_length"]).sum()
 
 

@@ -14,6 +14,8 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config.fields import parse_config
 from sfm_dpo.data.lengths import Lengths
+from sfm_dpo.data.pairs import PARTS
+from sfm_dpo.planning import run_plan
 from sfm_dpo.planning.run_plan import MFU, Planner, format_plan
 from tests.tiny_models import tiny_config
 from tests.toolbox import in_grid
@@ -137,6 +139,21 @@ def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys, environm
     assert figures["batch"]["steps"] == 2000 // 128  # training leaves out what fills no batch
     mean = (3 * 150 + 30) / np.log(4)  # of log-uniforms: prompt twice, chosen, which is as prompt, and rejected
     assert figures["data"]["tokens"] == pytest.approx(2000 * mean, rel=0.02)
+
+
+def test_stated_percentiles_are_of_as_many_pairs_as_a_run_draws(tmp_path, monkeypatch, capsys, environment):
+    stated = {"pairs": 1000, "percentiles": {part: {"0": 50, "100": 200} for part in PARTS}}
+    (tmp_path / "l.json").write_text(json.dumps(stated))
+
+    def planned(config, shape, lengths, gpu, gpus):
+        raise UserError(f"{len(lengths)} pairs")
+
+    monkeypatch.setattr(run_plan, "Planner", planned)
+    command = f"""--config {PROJECT}/recipes/think.yaml --model_name_or_path {PROJECT}/bench/shapes/olmo3_7b
+        --lengths {tmp_path}/l.json""".split()
+    for options, pairs in ((["--max_samples", "800", "--eval_fraction", "0.1"], 720), (["--pairs", "2000"], 2000)):
+        assert plan.main([*command, *options]) == 2
+        assert f"error: {pairs} pairs" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_said_with_what_does(plan_of):
