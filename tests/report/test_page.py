@@ -80,6 +80,9 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
     assert "learning_rate" in page.text and "train_dpo" not in page.text.split("Configuration")[0]
     changed = {key for key, *_ in changed_fields(read_run(run)["config"])}
     assert {"learning_rate", "max_length"} <= changed and not changed & {"beta", "loss_type", "warmup_steps", "bf16"}
+    fields = {"use_cpu": False, "bf16": False, "gradient_checkpointing": True, "use_peft": False}
+    assert changed_fields(fields) == [("bf16", False, True), ("gradient_checkpointing", True, None)]
+    assert changed_fields({"use_cpu": True, "bf16": False}) == [("use_cpu", True, False)]
 
     written = {path.stem for path in (run / "figures").glob("*.png")}
     assert set(PANELS) - {"perf_mfu"} <= written  # on a GPU
