@@ -257,12 +257,16 @@ def test_secrets_in_the_files_do_not_reach_report_and_summary(run, without_curve
 )
 def test_the_card_repeats_the_launch_and_the_steps(run, launch, processes, command):
     assert read_file(run / "data.json")["launch"] == "whole weights"
-    edit(run / "data.json", launch=launch)
+    models = {"model_name_or_path": "hash-1", "ref_model_name_or_path": "hash-2"}
+    edit(run / "data.json", launch=launch, models=models, sources=["gone/pairs.jsonl"], eval_sets={"math": 20})
     edit(run / "environment.json", world_size=processes, git_remote="https://github.com/lab/fork")
     edit(run / "resolved_config.yaml", max_steps=1200, eval_command="sbatch --account=us e.sh")
-    edit(run / "resolved_config.yaml", model_name_or_path="outputs/sft")  # a folder that is gone by now
+    folders = {"model_name_or_path": "outputs/sft", "ref_model_name_or_path": "outputs/ref"}  # gone by now
+    edit(run / "resolved_config.yaml", **folders)
     write_model_card(run)
     card = (run / "README.md").read_text()
-    assert "base_model" not in card and "\n`sft`, post-trained" in card
+    assert "base_model" not in card and "\n`sft`, post-trained" in card and ", reference `ref` |" in card
+    assert "datasets:" not in card and "on `pairs.jsonl`" in card and "huggingface.co" not in card
+    assert "The results above are of 24 held-out pairs;" in card
     assert f"\n{command} --config recipe.yaml\n" in card and "pairs, 1,200 steps |" in card
     assert "account" not in card and "With [sfm-post-training](https://github.com/lab/fork) at commit" in card
