@@ -82,9 +82,8 @@ def evaluate_benchmarks(model: SavedModel, options: dict[str, Any], with_base: b
         base["revision"] = revision
     if adapter := read_adapter(model.base, model.base_revision):
         if model.is_adapter or adapter["base_model_name_or_path"] != name:
-            raise UserError(
-                f"{folder}: is built on two LoRA adapters; lm-eval loads one; merge the first (scripts/merge.py)"
-            )
+            what = f"{folder}: is built on two LoRA adapters, of which lm-eval loads one"
+            raise UserError(f"{what}; merge both (scripts/merge.py), and run lm_eval on the merged model")
         base[adapter_field] = str(find_adapter(model.base, model.base_revision))
     trained = {"pretrained": folder, "tokenizer": folder}
     if model.is_adapter:
