@@ -46,8 +46,7 @@ def write_model_card(
     facts = read_run(run)
     if step is not None:  # the run's own evaluation is of the final model
         facts["log"] = [entry for entry in facts["log"] if entry["step"] <= step]
-        starts = facts["environment"].get("starts", [])
-        facts["environment"]["starts"] = [start for start in starts if start["step"] < step]
+        facts["environment"]["starts"] = [s for s in facts["environment"].get("starts", []) if s["step"] < step]
         by_step = facts["evaluation"].get("checkpoints", {})
         facts["evaluation"] = read_file(run / f"checkpoint-{step}" / EVALUATION)
         facts["evaluation"]["checkpoints"] = {n: scores for n, scores in by_step.items() if n <= step}

@@ -106,10 +106,13 @@ def test_evaluation_of_a_run(run, tasks):
     assert "<th>local_choice/acc</th>" in (run / "report.html").read_text()
 
 
-def test_lm_eval_is_missing(run, monkeypatch, capsys):
+def test_lm_eval_or_the_chat_template_is_missing(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     assert evaluate.main([str(run), "--tasks", "x"]) == 2
     assert "lm-eval is missing" in (error := capsys.readouterr().err) and "requirements-eval.txt" in error
+    (run / "chat_template.jinja").unlink()
+    assert evaluate.main([str(run), "--tasks", "x"]) == 2
+    assert "; add --no_chat_template\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow

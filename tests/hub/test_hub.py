@@ -237,6 +237,9 @@ def test_a_pushed_adapter_names_its_base_on_the_hub_and_no_path(hub, run, tmp_pa
     edit(copy / "tokenizer_config.json", vocab_file="/scratch/bob/tokenizer.model")  # published with its base
     edit(run / RESOLVED_CONFIG, model_name_or_path=str(copy))
     assert push(run) == 0
+    edit(run / "tokenizer_config.json", zone="/scratch/bob/zone")
+    assert push(run) == 2
+    assert "a path of this machine, /scratch/bob/zone; remove it" in capsys.readouterr().err
 
 
 def test_what_is_no_finished_model_is_refused_in_one_line(hub, run, tmp_path, capsys):
