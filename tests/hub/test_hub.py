@@ -118,7 +118,7 @@ def test_a_checkpoint_goes_to_a_branch_of_its_own_with_the_results_that_evaluate
     scores = {step: {"acc (5-shot": {"value": 0.5, "stderr": None}} for step in (4, 6)}
     (run / "evaluation.json").write_text(json.dumps({"checkpoints": scores}))
     (start,) = read_file(run / "environment.json")["starts"]
-    edit(run / "environment.json", starts=[start, start | {"step": 5}])
+    edit(run / "environment.json", starts=[start, start | {"step": 5}], gpus=["H200"])
     assert push(run, "--hub_revision", "step-{step}") == 0
     assert push(run / "checkpoint-4", "--hub_revision", "step-{step}") == 0
     assert set(hub.repos["lab/model"].branches) == {"main", "step-4"}
@@ -129,7 +129,8 @@ def test_a_checkpoint_goes_to_a_branch_of_its_own_with_the_results_that_evaluate
     assert 'revision="step-4"' in card and "checkpoint of step 4" in card and "acc (5-shot" in card
     cards = [files(hub, revision)["README.md"].decode() for revision in ("main", "step-4")]
     assert ["pairs, 2 epochs, 6 steps |" in card for card in cards] == [True, False]
-    assert ["is a restart" in card for card in cards] == [True, False]
+    for of_the_run in ("is a restart", "GPU-hours |"):
+        assert [of_the_run in card for card in cards] == [True, False]
     assert not (run / "checkpoint-4" / PUSHING).exists()
 
 
