@@ -50,6 +50,7 @@ def load(name: str, revision: str | None = None) -> tuple:
     dtype = "auto" if torch.cuda.is_available() else "float32"  # bf16 is slow on CPU
     with user_input(f"{name}: neither a folder with a model nor a model on the Hub", explain_path(name)):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # Llama's has none
     return load_model(name, {"dtype": dtype, "revision": revision}).eval(), tokenizer
 
 

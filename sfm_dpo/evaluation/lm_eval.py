@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_table, now, write_json
@@ -38,6 +39,8 @@ def evaluate_run(path: Path, tasks: list[str], out: Path | None, **options: Any)
         raise UserError(f"{model.folder}: cannot be written, so the results would be lost; evaluate a copy of it")
     rows: list[dict[str, Any]] = []
     if tasks:
+        if options["apply_chat_template"] and not AutoTokenizer.from_pretrained(model.folder).chat_template:
+            raise UserError(f"{model.folder}: its tokenizer has no chat template; add --no_chat_template")
         options |= {"tasks": tasks, "task_manager": load_tasks(tasks)}
         rows = evaluate_benchmarks(model, options, with_base=not (out and model.step))
     if out:
@@ -82,9 +85,8 @@ def evaluate_benchmarks(model: SavedModel, options: dict[str, Any], with_base: b
         base["revision"] = revision
     if adapter := read_adapter(model.base, model.base_revision):
         if model.is_adapter or adapter["base_model_name_or_path"] != name:
-            raise UserError(
-                f"{folder}: is built on two LoRA adapters; lm-eval loads one; merge the first (scripts/merge.py)"
-            )
+            what = f"{folder}: is built on two LoRA adapters, of which lm-eval loads one"
+            raise UserError(f"{what}; merge both (scripts/merge.py), and run lm_eval on the merged model")
         base[adapter_field] = str(find_adapter(model.base, model.base_revision))
     trained = {"pretrained": folder, "tokenizer": folder}
     if model.is_adapter:

@@ -112,9 +112,10 @@ def check_paths(staged: Path, published: Path | None) -> None:
     same name in `published`, the base model's."""
     for file in [*staged.glob("*config.json"), staged / CARD]:
         known = published / file.name if published else None
-        found = re.search(r'(?<=")/[\w.-]+/[\w./-]+(?=")', file.read_text())
-        if found and not (known and known.is_file() and found[0] in known.read_text()):
-            raise UserError(f"{file.name}: contains a path of this machine, {found[0]}; remove it, and push again")
+        public = known.read_text() if known and known.is_file() else ""
+        for path in re.findall(r'(?<=")/[\w.-]+/[\w./-]+(?=")', file.read_text()):
+            if path not in public:
+                raise UserError(f"{file.name}: contains a path of this machine, {path}; remove it, and push again")
 
 
 def check_push(config: Config, resuming: bool) -> None:

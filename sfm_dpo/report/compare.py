@@ -23,6 +23,7 @@ _OF_THE_STEP = ("learning_rate", "grad_norm", "num_tokens", "eval_")
 # datasets' own fingerprint also changes with a file's path; the hash of the tokens does not
 _DATA_FACTS = ("sources", "rows", "train", "eval", "train_tokens", "order")
 _ENVIRONMENT_FACTS = ("git_commit", "cuda", "gpus", "world_size")
+_NOT_COMPARED = NO_EFFECT - {"eval_datasets", "resume_from_checkpoint"}  # which change what is logged
 
 
 @dataclass
@@ -47,13 +48,13 @@ def read_log(path: Path) -> RunLog:
                 newest[name] = entry["step"]
     if not log:
         raise UserError(f"{path}: no step was logged; compare a run that has trained for at least logging_steps steps")
-    environment = {name: run["environment"].get(name) for name in _ENVIRONMENT_FACTS}
+    environment = {name: run["environment"][name] for name in _ENVIRONMENT_FACTS if name in run["environment"]}
     for name, version in run["environment"].get("versions", {}).items():
         environment[f"versions.{name}"] = version
     facts = {
-        "configuration": {name: value for name, value in run["config"].items() if name not in NO_EFFECT},
+        "configuration": {name: value for name, value in run["config"].items() if name not in _NOT_COMPARED},
         "environment": environment,
-        "data": {name: run["data"].get(name) for name in _DATA_FACTS},
+        "data": {name: run["data"][name] for name in _DATA_FACTS if name in run["data"]},
         "reference cache": run["data"].get("reference", {}).get("train", {}),
     }
     return RunLog(str(path), log, facts)

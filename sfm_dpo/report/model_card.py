@@ -12,6 +12,7 @@ from sfm_dpo.common.distributed import LAUNCHES, launch_file
 from sfm_dpo.common.errors import user_input
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
+from sfm_dpo.data.sources import LOCAL_FORMATS
 from sfm_dpo.report.page import FIGURES, changed_fields, format_yaml, render_page
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import CARD, EVALUATION, read_file
@@ -45,6 +46,7 @@ def write_model_card(
     facts = read_run(run)
     if step is not None:  # the run's own evaluation is of the final model
         facts["log"] = [entry for entry in facts["log"] if entry["step"] <= step]
+        facts["environment"]["starts"] = [s for s in facts["environment"].get("starts", []) if s["step"] < step]
         by_step = facts["evaluation"].get("checkpoints", {})
         facts["evaluation"] = read_file(run / f"checkpoint-{step}" / EVALUATION)
         facts["evaluation"]["checkpoints"] = {n: scores for n, scores in by_step.items() if n <= step}
@@ -53,9 +55,9 @@ def write_model_card(
         draw_curves(facts, folder / FIGURES, panels=_CURVES)
     repo = repo or config["hub_model_id"] or config["output_dir"]
     recipe = {key: value for key, value, _ in changed_fields(config) if not key.startswith(_LOCAL)}
-    path = config["model_name_or_path"]
-    on_hub = find_on_hub(path, facts["data"]["models"].get("model_name_or_path"))
-    base = on_hub[0] if on_hub else str(Path(path).absolute())  # which no repository's name is
+    models = facts["data"]["models"]
+    base = _name_model(config["model_name_or_path"], models.get("model_name_or_path"))
+    reference = _name_model(config.get("ref_model_name_or_path") or "", models.get("ref_model_name_or_path"))
     datasets = facts["data"]["sources"]
     metadata = ModelCardData(
         base_model=base if _is_repo(base) else None,
@@ -71,7 +73,7 @@ def write_model_card(
         name=Path(repo).name if step is None else f"{Path(repo).name}, step {step}",
         step=step,
         base=_format_link(base),
-        reference=_format_link(config.get("ref_model_name_or_path") or ""),
+        reference=_format_link(reference),
         datasets=[_format_link(name, "datasets/") for name in datasets],
         verdicts=judge_learning(facts),
         figures=[name for name in _CURVES if (folder / FIGURES / f"{name}.png").is_file()],
@@ -88,13 +90,19 @@ def hide_paths(text: str) -> str:
     return _PATH.sub(lambda found: f"path/to/{Path(found[0]).name}", text)
 
 
+def _name_model(path: str, identity: str | None) -> str:
+    """The Hub id of a model that a run used, or else its absolute path, which no repository's name is."""
+    on_hub = find_on_hub(path, identity)
+    return on_hub[0] if on_hub else str(Path(path).absolute())
+
+
 def _is_repo(name: str) -> bool:
-    """Whether this could be the name of a repository on the Hub, and is not a local file or folder."""
+    """Whether this could be the name of a repository on the Hub, and neither is nor was a local file or folder."""
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return not Path(name).exists()
+    return not Path(name).exists() and Path(name).suffix not in LOCAL_FORMATS
 
 
 def _format_link(name: str, prefix: str = "") -> str:

@@ -10,11 +10,10 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
-from transformers import HfArgumentParser
 
 from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
-from sfm_dpo.config.fields import DATACLASSES
+from sfm_dpo.config.fields import FieldParser
 from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.checkpoint import newest_checkpoint
@@ -35,7 +34,7 @@ STATES = {  # CSS class and sentence in the page
     State.UNKNOWN: ("open", "The state in status.json is unknown."),
 }
 # parse_config and TRL set these from other fields and the machine, so they always differ from their defaults.
-_DERIVED = """accelerator_config activation_checkpointing bf16 debug disable_tqdm do_eval gradient_accumulation_steps
+_DERIVED = """accelerator_config activation_checkpointing debug disable_tqdm do_eval gradient_accumulation_steps
     pad_to_multiple_of report_to""".split()
 PAIR_METRICS = {  # metrics of held-out pairs, and their names in tables
     "rewards/accuracies": "reward accuracy",
@@ -190,6 +189,8 @@ def format_yaml(values: dict[str, Any]) -> str:
 
 def changed_fields(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """(field, value, default) for each field that differs from its default."""
-    default = HfArgumentParser(DATACLASSES).get_default
+    parser = FieldParser()
+    parser.set_defaults(bf16=not config.get("use_cpu"), use_peft=False)  # as parse_config does
+    default = parser.get_default
     changed = [key for key, value in config.items() if value != default(key) and key not in _DERIVED]
     return [(key, config[key], default(key)) for key in changed]

@@ -13,8 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sfm_dpo.run.reader import to_float
-
 matplotlib.use("Agg")
 
 INK = "#23272e"  # text and axes; the report replaces it with the page's text colour
@@ -103,9 +101,9 @@ def _draw_held_out(axes: Axes, log: list[dict[str, Any]], metric: str) -> None:
 
 
 def _read_series(log: list[dict[str, Any]], metric: str) -> tuple[list[int], np.ndarray]:
-    """Steps and values; a value that is not a finite number becomes NaN, which leaves a gap in the line."""
+    """Steps and values; a value that is not finite becomes NaN, which leaves a gap in the line."""
     entries = [entry for entry in log if metric in entry]
-    values = np.array([to_float(entry[metric]) for entry in entries])
+    values = np.array([entry[metric] for entry in entries], dtype=float)
     return [entry["step"] for entry in entries], np.where(np.isfinite(values), values, np.nan)
 
 

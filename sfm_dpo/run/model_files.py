@@ -93,14 +93,16 @@ def translate_tokenizer(file: Path) -> None:
 
 
 def complete_config(folder: Path, base: dict[str, Any] | None) -> None:
-    """Adds RoPE's parameters under the names that Transformers 4 and others read, and the dtype of the weights, to
-    config.json; takes the pad token from the `base` model's, if that is known."""
+    """Adds RoPE's parameters and the number of experts under the names that Transformers 4 and others read, and the
+    dtype of the weights, to config.json; takes the pad token from the `base` model's, if that is known."""
     config = json.loads((folder / CONFIG_NAME).read_text())
     dtypes = Counter(read_dtypes(folder).values())
     dtype = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
     parts = {"": config} | {name: part for name, part in config.items() if isinstance(part, dict) and "dtype" in part}
     for name, part in parts.items():  # others are text_config, vision_config, ...
         part.update(list_rope_keys(part) | part | {"dtype": dtype, "torch_dtype": dtype})
+        if part.get("model_type") == "qwen3_moe":  # the only name that Transformers 4 reads
+            part["num_experts"] = part["num_local_experts"]
         # TRL sets the tokenizer's: where that is EOS, EOS's embedding would no longer be trained
         if base and "pad_token_id" in part:
             part["pad_token_id"] = base.get(name, base).get("pad_token_id")

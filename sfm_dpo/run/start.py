@@ -199,9 +199,9 @@ def judge_folder(
 
 
 def list_open(args: "TrainConfig", status: dict[str, Any], names: Collection[str]) -> list[str]:
-    """The open steps of the end of a run whose model is saved, in their order: the report describes the push. Also
+    """The open steps of the end of a run whose model is saved, in their order: the report describes the others. Also
     those that are asked for only now. Of a run that has just been saved, without `status` and `names`: all."""
-    wanted = {PUSHED: args.push_to_hub, REPORTED: True, EVALUATED: bool(args.eval_command)}
+    wanted = {PUSHED: args.push_to_hub, EVALUATED: bool(args.eval_command), REPORTED: True}
     is_done = {PUSHED: status.get("pushed"), REPORTED: {REPORT, CARD} <= {*names}, EVALUATED: EVALUATIONS in names}
     recorded = status.get("open") or []
     return [step for step in wanted if wanted[step] and (step in recorded or not is_done[step])]

@@ -17,7 +17,7 @@ import train_dpo
 from sfm_dpo.evaluation.lm_eval import compare_results
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_file
 from tests.oracle import response_logps
-from tests.toolbox import write_jsonl, write_task
+from tests.toolbox import edit, write_jsonl, write_task
 
 
 def make_result(values: np.ndarray, mean: float) -> dict:
@@ -106,14 +106,17 @@ def test_evaluation_of_a_run(run, tasks):
     assert "<th>local_choice/acc</th>" in (run / "report.html").read_text()
 
 
-def test_lm_eval_is_missing(run, monkeypatch, capsys):
+def test_lm_eval_or_the_chat_template_is_missing(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     assert evaluate.main([str(run), "--tasks", "x"]) == 2
     assert "lm-eval is missing" in (error := capsys.readouterr().err) and "requirements-eval.txt" in error
+    (run / "chat_template.jinja").unlink()
+    assert evaluate.main([str(run), "--tasks", "x"]) == 2
+    assert "; add --no_chat_template\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run, tasks, tmp_path, no_report):
+def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run, tasks, tmp_path, no_report, capsys):
     recipe = ["--config", str(finished_run / "resolved_config.yaml"), "--max_steps", "2", "--learning_rate", "1e-2"]
     adapter = tmp_path / "adapter"
     merged = tmp_path / "merged"
@@ -134,3 +137,8 @@ def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run
     assert evaluate.main([str(second), "--tasks", tasks[0], "--limit", "4"]) == 0
     found = json.loads((second / "evaluation.json").read_text())
     assert found["benchmarks"][0]["base"] == benchmarks[0][1], "of a run that started from the adapter"
+
+    third = Path(shutil.copytree(adapter, tmp_path / "third"))
+    edit(third / RESOLVED_CONFIG, model_name_or_path=str(adapter))
+    assert evaluate.main([str(third), "--tasks", tasks[0]]) == 2
+    assert "; merge both (scripts/merge.py), and run lm_eval on the merged model\n" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from sfm_dpo.config.fields import TrainConfig, parse_config
 from sfm_dpo.hub.upload import check_access, start_push
 from sfm_dpo.model.loading import identify_model, load_model, load_model_config
 from sfm_dpo.run.checkpoint import COMPLETE, KEEP, PUSHING, STOP, rotate
-from sfm_dpo.run.folder import RESOLVED_CONFIG, read_status, write_end, write_status
+from sfm_dpo.run.folder import RESOLVED_CONFIG, read_file, read_status, write_end, write_status
 from sfm_dpo.run.lock import LOCK, Lease
 from sfm_dpo.run.reader import describe_run, format_runs
 from tests.hub_server import NAME, TOKEN
@@ -117,6 +117,8 @@ def test_a_batch_job_does_the_open_steps_of_a_trained_run_and_nothing_else(hub, 
 def test_a_checkpoint_goes_to_a_branch_of_its_own_with_the_results_that_evaluate_has_collected(hub, run):
     scores = {step: {"acc (5-shot": {"value": 0.5, "stderr": None}} for step in (4, 6)}
     (run / "evaluation.json").write_text(json.dumps({"checkpoints": scores}))
+    (start,) = read_file(run / "environment.json")["starts"]
+    edit(run / "environment.json", starts=[start, start | {"step": 5}], gpus=["H200"])
     assert push(run, "--hub_revision", "step-{step}") == 0
     assert push(run / "checkpoint-4", "--hub_revision", "step-{step}") == 0
     assert set(hub.repos["lab/model"].branches) == {"main", "step-4"}
@@ -125,6 +127,10 @@ def test_a_checkpoint_goes_to_a_branch_of_its_own_with_the_results_that_evaluate
     assert weights["step-4"] == (run / "checkpoint-4" / WEIGHTS).read_bytes() != weights["main"]
     card = files(hub, "step-4")["README.md"].decode()
     assert 'revision="step-4"' in card and "checkpoint of step 4" in card and "acc (5-shot" in card
+    cards = [files(hub, revision)["README.md"].decode() for revision in ("main", "step-4")]
+    assert ["pairs, 2 epochs, 6 steps |" in card for card in cards] == [True, False]
+    for of_the_run in ("is a restart", "GPU-hours |"):
+        assert [of_the_run in card for card in cards] == [True, False]
     assert not (run / "checkpoint-4" / PUSHING).exists()
 
 
@@ -232,6 +238,9 @@ def test_a_pushed_adapter_names_its_base_on_the_hub_and_no_path(hub, run, tmp_pa
     edit(copy / "tokenizer_config.json", vocab_file="/scratch/bob/tokenizer.model")  # published with its base
     edit(run / RESOLVED_CONFIG, model_name_or_path=str(copy))
     assert push(run) == 0
+    edit(run / "tokenizer_config.json", zone="/scratch/bob/zone")
+    assert push(run) == 2
+    assert "a path of this machine, /scratch/bob/zone; remove it" in capsys.readouterr().err
 
 
 def test_what_is_no_finished_model_is_refused_in_one_line(hub, run, tmp_path, capsys):

@@ -112,6 +112,7 @@ def test_our_run_another_trainers_and_a_checkpoint_are_one_form(tmp_path):
     write_state(killed / "checkpoint-10", series)
     for other in (state, killed, killed / "checkpoint-10"):
         result = compare(ours, other)
+        assert not any(result["differences"].values()), "of facts that both have"
         assert result["verdict"]["verdict"] == "identical" and result["common_steps"] == [1, 10, 10], other
 
 
@@ -138,14 +139,17 @@ def test_a_run_diverges_where_a_value_is_not_finite(tmp_path):
 
 def test_differing_fields_environment_data_and_cache_are_named(tmp_path, capsys):
     cache = {"key": "k", "packed": "False"}
-    a = write_run(tmp_path / "a", healthy(), {"learning_rate": 1e-6, "ours": 1}, {"reference": {"train": cache}})
+    none = {"ours": 1, "eval_datasets": "a", "resume_from_checkpoint": None}
+    a = write_run(tmp_path / "a", healthy(), {"learning_rate": 1e-6} | none, {"reference": {"train": cache}})
     data = {"reference": {"train": cache | {"packed": "True"}}, "train_tokens": "u"}
-    fields = {"learning_rate": 1e-5, "theirs": 2}
+    fields = {"learning_rate": 1e-5, "theirs": 2} | {"eval_datasets": "b", "resume_from_checkpoint": "c"}
     b = write_run(tmp_path / "b", healthy(loss=[0.5] * 10), fields, data, {"versions": {"torch": "2.12"}})
     assert command.main([str(a), str(b)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert {
         "configuration: learning_rate  A 1e-06  B 1e-05",
+        "configuration: eval_datasets  A a  B b",
+        "configuration: resume_from_checkpoint  A None  B c",
         "environment: versions.torch  A 2.13.0  B 2.12",
         "data: train_tokens  A t  B u",
         "reference cache: packed  A False  B True",

@@ -80,6 +80,9 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
     assert "learning_rate" in page.text and "train_dpo" not in page.text.split("Configuration")[0]
     changed = {key for key, *_ in changed_fields(read_run(run)["config"])}
     assert {"learning_rate", "max_length"} <= changed and not changed & {"beta", "loss_type", "warmup_steps", "bf16"}
+    fields = {"use_cpu": False, "bf16": False, "gradient_checkpointing": True, "use_peft": False}
+    assert changed_fields(fields) == [("bf16", False, True), ("gradient_checkpointing", True, None)]
+    assert changed_fields({"use_cpu": True, "bf16": False}) == [("use_cpu", True, False)]
 
     written = {path.stem for path in (run / "figures").glob("*.png")}
     assert set(PANELS) - {"perf_mfu"} <= written  # on a GPU
@@ -254,12 +257,16 @@ def test_secrets_in_the_files_do_not_reach_report_and_summary(run, without_curve
 )
 def test_the_card_repeats_the_launch_and_the_steps(run, launch, processes, command):
     assert read_file(run / "data.json")["launch"] == "whole weights"
-    edit(run / "data.json", launch=launch)
+    models = {"model_name_or_path": "hash-1", "ref_model_name_or_path": "hash-2"}
+    edit(run / "data.json", launch=launch, models=models, sources=["gone/pairs.jsonl"], eval_sets={"math": 20})
     edit(run / "environment.json", world_size=processes, git_remote="https://github.com/lab/fork")
     edit(run / "resolved_config.yaml", max_steps=1200, eval_command="sbatch --account=us e.sh")
-    edit(run / "resolved_config.yaml", model_name_or_path="outputs/sft")  # a folder that is gone by now
+    folders = {"model_name_or_path": "outputs/sft", "ref_model_name_or_path": "outputs/ref"}  # gone by now
+    edit(run / "resolved_config.yaml", **folders)
     write_model_card(run)
     card = (run / "README.md").read_text()
-    assert "base_model" not in card and "\n`sft`, post-trained" in card
+    assert "base_model" not in card and "\n`sft`, post-trained" in card and ", reference `ref` |" in card
+    assert "datasets:" not in card and "on `pairs.jsonl`" in card and "huggingface.co" not in card
+    assert "The results above are of 24 held-out pairs;" in card
     assert f"\n{command} --config recipe.yaml\n" in card and "pairs, 1,200 steps |" in card
     assert "account" not in card and "With [sfm-post-training](https://github.com/lab/fork) at commit" in card

@@ -52,6 +52,7 @@ DONE = REPORTED | status("done", open=[])
         (REPORTED | status("push_failed", open=["pushed"]), [], []),
         (TRAINED | status("done", open=[]), [], ["reported"]),
         (DONE, ["--eval_command", "true {checkpoint} {out}"], ["evaluated"]),
+        (TRAINED | status("done"), ["--eval_command", "true {checkpoint} {out}"], ["evaluated", "reported"]),
     ],
 )
 def test_a_start_trains_or_does_the_open_steps_or_refuses(folder, options, expected):

@@ -16,7 +16,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # RoPE as it is by default nowhere: a reader that misses a field computes something else. All types of the recipes that
-# Transformers 4 knows, and Gemma 3
+# Transformers 4 knows, Qwen 3's mixture and Gemma 3
 BASES = {
     "gpt_neox": {"rotary_emb_base": 500000, "rotary_pct": 0.5},
     "olmo2": {"rope_theta": 700000, "num_key_value_heads": 4},
@@ -25,6 +25,7 @@ BASES = {
     "olmoe": {"rope_theta": 700000.0, "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
     "apertus": {"rope_theta": 4000000, "rope_scaling": LLAMA3},
     "smollm3": {"rope_theta": 5000000.0, "no_rope_layer_interval": 2},
+    "qwen3_moe": {"rope_theta": 700000.0, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gemma3_text": {"rope_theta": 700000.0, "rope_local_base_freq": 777.0, "sliding_window": 8},
 }
 TEXT = "<|im_start|>user\nHello wörld 12345<|im_end|>\n"

@@ -150,8 +150,9 @@ def test_wrong_input_is_one_line_and_exit_code_2(command, case, kit, tmp_path, c
     assert_one_line(code, capsys.readouterr().err, parts)
 
 
-def test_a_model_without_a_chat_template_continues_the_text(kit, tmp_path, capsys):
+def test_a_model_without_chat_template_and_pad_token_continues_the_text(kit, tmp_path, capsys):
     shutil.copytree(kit / "model", tmp_path / "plain", ignore=shutil.ignore_patterns("chat_template*"))
+    edit(tmp_path / "plain/tokenizer_config.json", pad_token=None)
     assert not main_of("generate")([str(tmp_path / "plain"), "hi", "--max_new_tokens", "2"])
     assert "prompt: hi\ntrained: " in capsys.readouterr().out
 
