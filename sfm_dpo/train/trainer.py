@@ -216,7 +216,6 @@ class SFMDPOTrainer(DPOTrainer):
         self.facts = facts
         self.train_dataset = pairs.train
         self.eval_dataset = pairs.held_out() or None
-        self._take_path(facts.path)
         size = facts.micro_batch.pairs
         batch = self.config.train.global_batch_size
         accumulation = facts.micro_batch.count_accumulation(batch, self.accelerator.num_processes)
@@ -228,6 +227,7 @@ class SFMDPOTrainer(DPOTrainer):
             self.args.deepspeed_plugin.deepspeed_config.update(values)
         if self.config.train.precompute_ref_log_probs:
             self.ref_model = None
+        self._take_path(facts.path)  # only now: what undoes the packing of a model keeps it
         self.accelerator.free_memory()  # accelerate also keeps a reference that it prepared,
         release_memory()  # and collects garbage before it drops that one
 

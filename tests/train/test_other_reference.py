@@ -69,7 +69,8 @@ def test_the_key_is_that_of_the_reference(tiny_folder, tmp_path, cache, other):
     assert fill(neox) == 2
 
 
-def test_a_cached_reference_is_gone_when_training_begins(tiny_folder, tmp_path, other, monkeypatch):
+@pytest.mark.parametrize("packed", ["false", "true"])
+def test_a_cached_reference_is_gone_when_training_begins(tiny_folder, tmp_path, other, monkeypatch, packed):
     seen = []
     scored = BaseModel.score
 
@@ -79,9 +80,9 @@ def test_a_cached_reference_is_gone_when_training_begins(tiny_folder, tmp_path, 
 
     monkeypatch.setattr(BaseModel, "score", look)
     gc.disable()
-    make_trainer(tiny_folder("llama"), tmp_path, other, CACHED)
+    trainer = make_trainer(tiny_folder("llama"), tmp_path, other, CACHED, f"--padding_free={packed}")
     gc.enable()
-    assert seen and seen[0]() is None
+    assert trainer and seen and seen[0]() is None
 
 
 @pytest.mark.slow
