@@ -21,8 +21,8 @@ trl_loss = SFMDPOTrainer.trl_loss
 
 def train(kind: str, argv: list[str]) -> None:
     """A run with calibration; `without` it; `kernel`: attention by another kernel than FA2 fails on rank 1, and the
-    run must end in code 2; `less`: rank 1 has not enough memory for the first setting; `first`: with
-    calibration, and the setting that the run in the folder of this name has found."""
+    run must end in code 2; `less`: rank 1 has not enough memory for the first setting; `path`: packed rows fail on
+    rank 1; `first`: with calibration, and the setting that the run in the folder of this name has found."""
     with pytest.MonkeyPatch.context() as patch:
         if kind == "without":
 
@@ -42,6 +42,12 @@ def train(kind: str, argv: list[str]) -> None:
                 return loss
 
             patch.setattr(SFMDPOTrainer, "trl_loss", lose_with_less)
+        if kind == "path" and rank() == 1:
+
+            def fail(*args):
+                raise RuntimeError("its compilation failed")
+
+            patch.setattr(attention, "_sdpa_by_sequence", fail)
         if kind == "kernel":
             used = []
 

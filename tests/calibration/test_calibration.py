@@ -364,7 +364,9 @@ def with_and_without(processes: int, bf16: str) -> dict[str, tuple[str, dict]]:
 
 @pytest.fixture(scope="module")
 def together(start) -> dict[str, Path]:
-    return start(2, with_and_without(2, "false") | {"first": ("less", BY_MEMORY), "again": ("first", BY_MEMORY)})
+    of_a_rank = {"first": ("less", BY_MEMORY), "again": ("first", BY_MEMORY)}
+    of_a_rank["padded"] = ("path", {"use_cpu": "true", "padding_free": None})
+    return start(2, with_and_without(2, "false") | of_a_rank)
 
 
 def weights(run: Path) -> bytes:
@@ -390,6 +392,13 @@ def test_where_one_rank_has_less_memory_all_take_a_smaller_setting(together):
     assert data["micro_batch"] == expected["micro_batch"] != {"pairs": 4, "checkpointed_layers": 0}
     assert data["calibration"]["measured_bytes"] > data["calibration"]["planned_bytes"] / 2
     assert weights(less) == weights(again) and logged(less) == logged(again)
+
+
+@pytest.mark.slow
+def test_a_path_that_fails_on_one_rank_is_used_by_none(together):
+    run = together["padded"]
+    assert read_file(run / "data.json")["path"] == {"packed": False, "prefix_sharing": False, "kernel": "fa2"}
+    assert logged(run)[-1]["step"] == 3
 
 
 @pytest.mark.slow
