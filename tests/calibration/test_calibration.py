@@ -26,8 +26,9 @@ from sfm_dpo.model import packing
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import LOG, RESOLVED_CONFIG, describe, read_file
 from sfm_dpo.run.start import NEW, choose_start
-from sfm_dpo.train.base_model import base_model
+from sfm_dpo.train.base_model import BaseModel, base_model
 from sfm_dpo.train.callbacks import NEW_RUN, REMEDIES, Progress, explain_out_of_memory
+from sfm_dpo.train.metrics import peak_memory_gib
 from sfm_dpo.train.trainer import arguments_for_trl
 from tests.e2e.runs import make_place
 from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
@@ -268,6 +269,20 @@ def calibrated(folder, output_dir, *cli: str, **options):
     assert torch.equal(torch.get_rng_state(), random) and result.hours > 0
     assert all(p.grad is None for p in trainer.model.parameters())
     return result
+
+
+def test_the_peak_of_a_measurement_is_not_that_of_training(tiny_folder, tmp_path, monkeypatch):
+    run = BaseModel.run_micro_batch
+    peaks = []
+
+    def run_with_more(*args):
+        torch.ones(2**26)
+        peaks.append(peak_memory_gib())
+        run(*args)
+
+    monkeypatch.setattr(BaseModel, "run_micro_batch", run_with_more)
+    calibrated(tiny_folder("llama"), tmp_path)
+    assert peaks and peak_memory_gib() < max(peaks) - 0.2
 
 
 def random_pairs(tokens: int) -> Dataset:
