@@ -76,6 +76,7 @@ def calibrate(
                 broken.append(path.kernel)
     found = replace(measured, noise=compared.noise, ratios=compared.ratios, kernels=compared.kernels)
     found = replace(found, seconds=time.monotonic() - begin)
+    reset_peak_memory()  # otherwise training's first log would show that of a setting that is not used
     log.info(f"calibration\n{format_table(describe_calibration(found))}")
     return path, micro_batch, found
 

@@ -54,7 +54,7 @@ class DifferenceError(UserError):
 
 
 class KernelError(Exception):
-    """Why an attention kernel fails; raised on all ranks if it fails on one."""
+    """Why a path or an attention kernel fails; raised on all ranks if it fails on one."""
 
 
 def keeps_path(asked: Asked, before: Before, broken: Collection[str] = ()) -> bool:
@@ -95,7 +95,8 @@ def choose_path(
 
 def _refuse_or_log(path: ForwardPath, asked: Asked, error: Exception) -> None:
     """Says that what comes after `path` is off. Raises UserError if it is asked for."""
-    reason = str(error) if isinstance(error, DifferenceError) else f"{type(error).__name__}: {str(error)[:300]}"
+    is_named = isinstance(error, DifferenceError | KernelError)
+    reason = str(error) if is_named else f"{type(error).__name__}: {str(error)[:300]}"
     fields = {"padding_free": asked.padding_free, "prefix_sharing": asked.prefix_sharing}
     if path.packed:
         del fields["padding_free"]
@@ -280,9 +281,14 @@ class Comparison:
         return noise["log-probs"]
 
     def check(self, name: str, path: ForwardPath) -> None:
-        """Raises DifferenceError."""
-        if difference := self.find_difference(name, partial(self.compute, path)):
+        """Raises DifferenceError and KernelError."""
+        if difference := self.find_difference(name, self.trying(name, path)):
             raise DifferenceError(f"calibration: {difference}; {REPORT}")
+
+    def trying(self, name: str, path: ForwardPath) -> Callable[..., Computed]:
+        """`compute` by a path or kernel called `name`, for all ranks together; it may raise KernelError."""
+        compute = partial(self.compute, path)
+        return compute if self.base.is_sharded else partial(try_kernel, name, compute)  # sharded: a forward waits
 
     def find_difference(self, name: str, compute: Callable[[tuple[int, ...]], Computed | None]) -> str | None:
         """How what is called `name` differs by more than noise, in both of two pairs; None if it does not, or is
@@ -314,12 +320,9 @@ class Comparison:
             if kernel in broken:
                 continue
             try:
-                compute: Callable[..., Any] = partial(self.compute, replace(path, kernel=kernel))
-                if self.base.is_sharded:  # in a forward, ranks wait for each other
+                if self.base.is_sharded:
                     try_kernel(kernel, partial(self.run_attention, kernel))
-                else:
-                    compute = partial(try_kernel, kernel, compute)
-                difference = self.find_difference(kernel, compute)
+                difference = self.find_difference(kernel, self.trying(kernel, replace(path, kernel=kernel)))
             except KernelError as error:
                 difference = str(error)
             if difference and asked.kernel:
@@ -338,9 +341,9 @@ class Comparison:
             packed_attention_forward(torch.nn.Identity(), states, states, states, None, **bounds)[0].sum().backward()
 
 
-def try_kernel(kernel: str, action: Callable[..., T], *args: Any) -> T:
-    """What `action`, which may not wait for other ranks, returns with this kernel. All ranks must call it. Raises
-    KernelError."""
+def try_kernel(name: str, action: Callable[..., T], *args: Any) -> T:
+    """What `action`, which may not wait for other ranks, returns with the path or kernel `name`. All ranks must call
+    it. Raises KernelError."""
     results: list[T] = []
     failure = None
     try:
@@ -349,7 +352,7 @@ def try_kernel(kernel: str, action: Callable[..., T], *args: Any) -> T:
         traceback.clear_frames(error.__traceback__)  # which hold memory
         failure = str(error).partition("\n")[0] or type(error).__name__
     if failures := [text for text in gather_values(failure) if text]:
-        raise KernelError(f"{kernel} fails: {failures[0]}")
+        raise KernelError(f"{name} fails: {failures[0]}")
     return results[0]
 
 

@@ -37,6 +37,15 @@ def local_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
     return shard.to_local() if isinstance(shard, DTensor) else shard
 
 
+# Upstream: deepspeed 0.19, runtime/zero/parameter_offload.py, setup_zero_stage3_hooks: keeps each model in a global
+# list. Canary: test_canary_zero3_keeps_a_model
+def free_weights(model: torch.nn.Module) -> None:
+    """Frees what this rank holds of a model under ZeRO-3, which nothing computes with any more."""
+    for parameter in model.parameters():
+        for tensor in (parameter, local_shard(parameter)):
+            tensor.data = tensor.data.new_empty(0)
+
+
 def shape(parameter: torch.nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
 

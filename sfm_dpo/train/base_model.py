@@ -130,13 +130,11 @@ class BaseModel:
         batch = self.load_batch(tokens, rows)
         reference = batch["input_ids"].new_zeros(len(rows), dtype=torch.float32)
         batch |= {"ref_chosen_logps": reference, "ref_rejected_logps": reference}
-        with self.taking_gradients(), self.checkpointing(checkpointed_layers):
-            self.policy.training = True  # for TRL
-            with self._trainer.maybe_activation_offload_context:  # as TRL's training_step
-                with self.autocast():
-                    loss = self._trainer.trl_loss(self.policy, batch, False)
-                loss.backward()
-            self.policy.training = False
+        offloading = self._trainer.maybe_activation_offload_context  # as TRL's training_step
+        with self.taking_gradients(), self.checkpointing(checkpointed_layers), offloading:
+            with self.autocast():
+                loss = self._trainer.trl_loss(self.policy, batch, False)
+            loss.backward()
 
     def score(self, dataset: Dataset, rows: Sequence[int], by_reference: bool = False) -> torch.Tensor:
         """[B, 2] sums of log-probs (nats) of the chosen and rejected responses of these rows by the policy."""

@@ -62,6 +62,7 @@ from sfm_dpo.model.packing import enable_padding_free, find_delta_nets, has_delt
 from sfm_dpo.model.sharding import (
     OffloadCallback,
     fit_buckets,
+    free_weights,
     keep_precision,
     local_shard,
     prepare_blocks,
@@ -216,7 +217,6 @@ class SFMDPOTrainer(DPOTrainer):
         self.facts = facts
         self.train_dataset = pairs.train
         self.eval_dataset = pairs.held_out() or None
-        self._take_path(facts.path)
         size = facts.micro_batch.pairs
         batch = self.config.train.global_batch_size
         accumulation = facts.micro_batch.count_accumulation(batch, self.accelerator.num_processes)
@@ -226,8 +226,11 @@ class SFMDPOTrainer(DPOTrainer):
             names = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
             values = zip(names, (size, accumulation, batch), strict=True)
             self.args.deepspeed_plugin.deepspeed_config.update(values)
-        if self.config.train.precompute_ref_log_probs:
+        if self.config.train.precompute_ref_log_probs and self.ref_model:
+            if self.zero_stage == 3:
+                free_weights(self.ref_model)
             self.ref_model = None
+        self._take_path(facts.path)  # only now: what undoes the packing of a model keeps it
         self.accelerator.free_memory()  # accelerate also keeps a reference that it prepared,
         release_memory()  # and collects garbage before it drops that one
 

@@ -15,14 +15,14 @@ from sfm_dpo.train.base_model import BaseModel
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.e2e.many_runs import train_all
 
-run_micro_batch = BaseModel.run_micro_batch
 take_path = SFMDPOTrainer._take_path
+trl_loss = SFMDPOTrainer.trl_loss
 
 
 def train(kind: str, argv: list[str]) -> None:
     """A run with calibration; `without` it; `kernel`: attention by another kernel than FA2 fails on rank 1, and the
-    run must end in code 2; `less`: rank 1 has not enough memory for the first setting; `first`: with
-    calibration, and the setting that the run in the folder of this name has found."""
+    run must end in code 2; `less`: rank 1 has not enough memory for the first setting; `path`: packed rows fail on
+    rank 1; `first`: with calibration, and the setting that the run in the folder of this name has found."""
     with pytest.MonkeyPatch.context() as patch:
         if kind == "without":
 
@@ -34,13 +34,20 @@ def train(kind: str, argv: list[str]) -> None:
         if kind == "less":
             tried = []
 
-            def run_with_less(base, tokens, rows, checkpointed_layers):
-                run_micro_batch(base, tokens, rows, checkpointed_layers)
-                tried.append(checkpointed_layers)
+            def lose_with_less(self, *args):
+                loss = trl_loss(self, *args)
+                tried.append(loss.item())
                 if rank() == 1 and len(tried) == 1:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
+                return loss
 
-            patch.setattr(BaseModel, "run_micro_batch", run_with_less)
+            patch.setattr(SFMDPOTrainer, "trl_loss", lose_with_less)
+        if kind == "path" and rank() == 1:
+
+            def fail(*args):
+                raise RuntimeError("its compilation failed")
+
+            patch.setattr(attention, "_sdpa_by_sequence", fail)
         if kind == "kernel":
             used = []
 

@@ -26,8 +26,9 @@ from sfm_dpo.model import packing
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import LOG, RESOLVED_CONFIG, describe, read_file
 from sfm_dpo.run.start import NEW, choose_start
-from sfm_dpo.train.base_model import base_model
+from sfm_dpo.train.base_model import BaseModel, base_model
 from sfm_dpo.train.callbacks import NEW_RUN, REMEDIES, Progress, explain_out_of_memory
+from sfm_dpo.train.metrics import peak_memory_gib
 from sfm_dpo.train.trainer import arguments_for_trl
 from tests.e2e.runs import make_place
 from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
@@ -270,6 +271,20 @@ def calibrated(folder, output_dir, *cli: str, **options):
     return result
 
 
+def test_the_peak_of_a_measurement_is_not_that_of_training(tiny_folder, tmp_path, monkeypatch):
+    run = BaseModel.run_micro_batch
+    peaks = []
+
+    def run_with_more(*args):
+        torch.ones(2**26)
+        peaks.append(peak_memory_gib())
+        run(*args)
+
+    monkeypatch.setattr(BaseModel, "run_micro_batch", run_with_more)
+    calibrated(tiny_folder("llama"), tmp_path)
+    assert peaks and peak_memory_gib() < max(peaks) - 0.2
+
+
 def random_pairs(tokens: int) -> Dataset:
     rng = np.random.default_rng(0)
     answers = ["".join(map(chr, rng.integers(97, 123, tokens))) for _ in range(2)]
@@ -364,7 +379,9 @@ def with_and_without(processes: int, bf16: str) -> dict[str, tuple[str, dict]]:
 
 @pytest.fixture(scope="module")
 def together(start) -> dict[str, Path]:
-    return start(2, with_and_without(2, "false") | {"first": ("less", BY_MEMORY), "again": ("first", BY_MEMORY)})
+    of_a_rank = {"first": ("less", BY_MEMORY), "again": ("first", BY_MEMORY)}
+    of_a_rank["padded"] = ("path", {"use_cpu": "true", "padding_free": None})
+    return start(2, with_and_without(2, "false") | of_a_rank)
 
 
 def weights(run: Path) -> bytes:
@@ -390,6 +407,13 @@ def test_where_one_rank_has_less_memory_all_take_a_smaller_setting(together):
     assert data["micro_batch"] == expected["micro_batch"] != {"pairs": 4, "checkpointed_layers": 0}
     assert data["calibration"]["measured_bytes"] > data["calibration"]["planned_bytes"] / 2
     assert weights(less) == weights(again) and logged(less) == logged(again)
+
+
+@pytest.mark.slow
+def test_a_path_that_fails_on_one_rank_is_used_by_none(together):
+    run = together["padded"]
+    assert read_file(run / "data.json")["path"] == {"packed": False, "prefix_sharing": False, "kernel": "fa2"}
+    assert logged(run)[-1]["step"] == 3
 
 
 @pytest.mark.slow

@@ -12,13 +12,14 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 import train_dpo
+from sfm_dpo.run.facts import ForwardPath, MicroBatch, RunFacts
 from sfm_dpo.run.folder import read_file
 from sfm_dpo.train import reference_cache
 from sfm_dpo.train.base_model import BaseModel
 from tests.e2e.test_oracle import measure
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import error_line, on_cpu, pairs
-from tests.train.test_trainer import make_trainer
+from tests.train.test_trainer import build_trainer, make_trainer
 
 LORA = LoraConfig(r=4, target_modules=["q_proj"])
 CACHED = "--precompute_ref_log_probs=true"
@@ -69,7 +70,8 @@ def test_the_key_is_that_of_the_reference(tiny_folder, tmp_path, cache, other):
     assert fill(neox) == 2
 
 
-def test_a_cached_reference_is_gone_when_training_begins(tiny_folder, tmp_path, other, monkeypatch):
+@pytest.mark.parametrize("packed", ["false", "true"])
+def test_a_cached_reference_is_gone_when_training_begins(tiny_folder, tmp_path, other, monkeypatch, packed):
     seen = []
     scored = BaseModel.score
 
@@ -79,9 +81,19 @@ def test_a_cached_reference_is_gone_when_training_begins(tiny_folder, tmp_path, 
 
     monkeypatch.setattr(BaseModel, "score", look)
     gc.disable()
-    make_trainer(tiny_folder("llama"), tmp_path, other, CACHED)
+    trainer = make_trainer(tiny_folder("llama"), tmp_path, other, CACHED, f"--padding_free={packed}")
     gc.enable()
-    assert seen and seen[0]() is None
+    assert trainer and seen and seen[0]() is None
+
+
+def test_a_cached_reference_that_deepspeed_keeps_has_no_weights(tiny_folder, tmp_path, other):
+    trainer, _, tokens = build_trainer(tiny_folder("llama"), tmp_path, other, CACHED)
+    reference = trainer.ref_model
+    for parameter in reference.parameters():
+        parameter.ds_tensor = parameter.data.clone()
+    trainer.zero_stage = 3
+    trainer.apply(RunFacts(path=ForwardPath(False, False, "fa2"), micro_batch=MicroBatch(4, 0)), tokens)
+    assert not any(parameter.nbytes + parameter.ds_tensor.nbytes for parameter in reference.parameters())
 
 
 @pytest.mark.slow

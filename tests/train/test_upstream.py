@@ -3,14 +3,18 @@
 When one fails, the code below the comment `Upstream: ... Canary: its name` in sfm_dpo can be deleted.
 """
 
+import gc
 import inspect
 import json
 import re
 import warnings
+import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import patch
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -322,6 +326,22 @@ def test_canary_zero3_parameter():
     parameter.ds_status = None
     free_param(parameter)
     assert parameter.numel() == 0 and parameter.shape != (2, 3)
+
+
+def test_canary_zero3_keeps_a_model(process_group):
+    """That nothing else refers to, with its shards."""
+    model = torch.nn.Linear(8, 8)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    with (
+        patch.dict(deepspeed.ops.__compatible_ops__, {"deepspeed_shm_comm": False}),  # otherwise it is compiled
+        patch.object(deepspeed.utils.groups, "_WORLD_GROUP", None),  # it would outlive the process group
+    ):
+        engine = deepspeed.initialize(model=model, config=config)[0]
+    engine.optimizer.destroy()
+    kept = weakref.ref(model)
+    del model, engine
+    gc.collect()
+    assert kept().weight.ds_tensor.nbytes
 
 
 def test_canary_offloaded_gradients(process_group):
