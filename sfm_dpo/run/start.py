@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sfm_dpo.common.distributed import LAUNCHES, is_main_process, on_main_process, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import naming
-from sfm_dpo.config.effects import MAY_CHANGE, ORDER
+from sfm_dpo.config.effects import INHERITED, MAY_CHANGE
 from sfm_dpo.run.checkpoint import COMPLETE, STOP, checkpoints, clear_old_stop, why_damaged, why_incomplete
 from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.folder import (
@@ -75,6 +75,8 @@ def find_difference(was: RunFacts, now: RunFacts) -> str | None:
         one, other = getattr(was, name), getattr(now, name)
         if one and other and one != other and {one, other} != _SAME_OPTIMIZER:
             return difference.format(was=one, now=other).replace("whole weights", "DDP or one process")
+    if any(one != other for one, other in zip(was.order, now.order, strict=False)):
+        return "was written with other steps (global_batch_size, seed, data_seed or lengths)"
     for name, identity in now.models.items():
         if (one := was.models.get(name, identity)) != identity:
             return f"{name}: the model has changed since it was written ({one}, now {identity})"
@@ -138,10 +140,10 @@ def list_differences(config: "Config", before: dict[str, Any]) -> dict[str, tupl
 
 def compare_configurations(config: "Config", before: Before) -> None:
     """Says what differs from the configuration under which the checkpoint was written, in whichever folder it is.
-    Raises UserError if that changes the data or their order."""
+    Raises UserError if that changes the data, their order or the optimizer's states."""
     differences = list_differences(config, before.config)
     for key, (was, value) in differences.items():
-        if key in ORDER:
+        if key in INHERITED:
             remedy = f"set {key}: {was}, or train from the model alone (--model_name_or_path {before.checkpoint})"
             raise UserError(f"{key} {value}: {before.checkpoint} was written with {was}; {remedy}")
     if differences:
@@ -156,12 +158,14 @@ def find_before(args: "TrainConfig", damaged: Mapping[Path, str]) -> Before:
     own = checkpoints(args.output_dir)[::-1]
     for checkpoint in [*own, Path(asked)] if asked else own:
         reason = damaged.get(checkpoint) or why_incomplete(checkpoint)
+        mark = read_file(checkpoint / COMPLETE)
+        if "open" in mark:
+            reason = "is the folder of a run, not one of its checkpoints"
         if reason is None:
             if asked and checkpoint.absolute() != Path(asked).absolute():
                 what = f"resume_from_checkpoint {asked}: this run has its own, {checkpoint}, and continues from that"
                 log.info(f"{what}; to go back, choose another output_dir")
-            facts = RunFacts.of(read_file(checkpoint / COMPLETE))
-            return Before(checkpoint, facts, read_file(checkpoint.parent / RESOLVED_CONFIG))
+            return Before(checkpoint, RunFacts.of(mark), read_file(checkpoint.parent / RESOLVED_CONFIG))
         if asked and checkpoint == Path(asked):
             raise UserError(f"resume_from_checkpoint {asked}: {reason}; choose another, or remove the field")
         if checkpoint not in damaged:
