@@ -41,7 +41,6 @@ _DIFFERENCES = {  # the facts that a resumed run must share with the run that wr
     "world_size": "was written by {was} process(es), but this run has {now}",
     "launch": "was written with launch {was}, but this run uses {now}, which cannot load its optimizer",
     "train_tokens": "the data have changed since it was written",
-    "order_version": "was written by a version of this project with another order of pairs ({was}, now {now})",
 }
 _SAME_OPTIMIZER = {LAUNCHES["zero2"], LAUNCHES["offload"]}  # launches whose checkpoints are the same files
 
@@ -75,8 +74,8 @@ def find_difference(was: RunFacts, now: RunFacts) -> str | None:
         one, other = getattr(was, name), getattr(now, name)
         if one and other and one != other and {one, other} != _SAME_OPTIMIZER:
             return difference.format(was=one, now=other).replace("whole weights", "DDP or one process")
-    if any(one != other for one, other in zip(was.order, now.order, strict=False)):
-        return "was written with other steps (global_batch_size, seed, data_seed or lengths)"
+    if any(one != other for one, other in zip(was.order, now.order, strict=False)):  # of the epochs that both have
+        return "has other pairs in its steps, by another seed, global batch or length, or by a version of this project"
     for name, identity in now.models.items():
         if (one := was.models.get(name, identity)) != identity:
             return f"{name}: the model has changed since it was written ({one}, now {identity})"
