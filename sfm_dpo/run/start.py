@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,7 +144,8 @@ def compare_configurations(config: "Config", before: Before) -> None:
     differences = list_differences(config, before.config)
     for key, (was, value) in differences.items():
         if key in INHERITED:
-            remedy = f"set {key}: {was}, or train from the model alone (--model_name_or_path {before.checkpoint})"
+            model = shlex.quote(str(before.checkpoint))
+            remedy = f"set {key}: {was}, or train from the model alone (--model_name_or_path {model})"
             raise UserError(f"{key} {value}: {before.checkpoint} was written with {was}; {remedy}")
     if differences:
         changes = [f"{key} {value} (was {was})" for key, (was, value) in differences.items()]

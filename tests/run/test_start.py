@@ -141,10 +141,10 @@ def test_a_run_that_is_done_is_no_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(("field", "now"), [("optim", "adafactor"), ("use_peft", "true"), ("seed", "5")])
 def test_a_checkpoint_of_another_run_goes_on_with_its_order_and_its_optimizer(tmp_path, field, now):
-    checkpoint = write_checkpoint(tmp_path / "was", 2)
-    start_from(tmp_path / "was", "--resume_from_checkpoint", checkpoint)
+    checkpoint = write_checkpoint(tmp_path / "a run", 2)
+    start_from(tmp_path / "a run", "--resume_from_checkpoint", checkpoint)
     (tmp_path / "now").mkdir()
-    with pytest.raises(UserError, match=rf"^{field} .*: {checkpoint} was written with .*; set {field}: "):
+    with pytest.raises(UserError, match=rf"^{field} .*: {checkpoint} was written with .*; set {field}: .* '.*'\)$"):
         start_from(tmp_path / "now", "--resume_from_checkpoint", checkpoint, f"--{field}", now)
 
 
