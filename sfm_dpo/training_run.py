@@ -34,7 +34,7 @@ from sfm_dpo.common.secrets import mask
 from sfm_dpo.config.checks import check_length_of_run
 from sfm_dpo.config.fields import Config
 from sfm_dpo.data.pairs import Pairs
-from sfm_dpo.data.sampler import ORDER_VERSION, order_pairs
+from sfm_dpo.data.sampler import order_pairs
 from sfm_dpo.data.tokenization import hash_tokens
 from sfm_dpo.evaluation.eval_command import EvalCommand
 from sfm_dpo.hub.upload import push_finished
@@ -102,10 +102,14 @@ def first_facts(config: Config, pairs: Pairs, before: Before) -> RunFacts:
         train_tokens=hash_tokens(pairs.train),
         template_date=pairs.template_date,
         order=[sampler.fingerprint(epoch) for epoch in range(sampler.epochs)],
-        order_version=ORDER_VERSION,
     )
     before.check(facts)
     check_length_of_run(args, len(pairs.train))
+    steps = args.count_steps(len(pairs.train))
+    is_other = before.checkpoint and before.checkpoint.parent != Path(args.output_dir)  # run's
+    if is_other and step_of(before.checkpoint) >= steps:
+        what = f"resume_from_checkpoint {before.checkpoint}: nothing would be trained in {steps} step(s)"
+        raise UserError(f"{what}; raise num_train_epochs or max_steps")
     if left_out := len(pairs.train) % args.global_batch_size:
         log.info(f"{left_out} pairs of an epoch do not fill a last batch of {args.global_batch_size} and are left out")
     return facts

@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,7 +69,7 @@ class GuardStopped(RunEnd):
     state = "collapsed"
 
     def __init__(self, what: str, remedy: str, *, step: int, checkpoint: str | None):
-        start = f" from {checkpoint} (--resume_from_checkpoint {checkpoint})" if checkpoint else ""
+        start = f" from {checkpoint} (--resume_from_checkpoint {shlex.quote(checkpoint)})" if checkpoint else ""
         message = f"{what}; start a new run{start} in another output_dir, and {remedy}"
         super().__init__(message, step=step, checkpoint=checkpoint)
 

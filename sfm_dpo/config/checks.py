@@ -98,6 +98,9 @@ def list_data_conflicts(c: argparse.Namespace) -> Iterator[Conflict]:
         yield "model_name_or_path", "give a Hub id or a folder"
     if c.output_dir.startswith("$"):
         yield "output_dir", "variables are replaced by a shell only; write the path"
+    for name in ("output_dir", "resume_from_checkpoint"):
+        if launched_with() == "zero" and re.search(r"[*?[]", vars(c)[name] or ""):
+            yield name, "DeepSpeed finds no checkpoint in a folder with *, ? or [ in its name; choose another"
     if not c.dataset_name and not c.datasets:
         yield "dataset_name", "give a Hub id, a .json/.jsonl/.parquet file or a folder"
     if c.dataset_name and c.datasets:

@@ -63,24 +63,24 @@ ROUNDING = set(
     torch_compile_backend torch_compile_mode ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters
     ddp_static_graph pad_to_multiple_of""".split()
 )
-# The data, and which pairs a step has: a checkpoint is continued with the same ones, also in another output_dir
-ORDER = set(
-    """seed data_seed global_batch_size train_sampling_strategy max_length max_prompt_length truncation_mode
-    overlong""".split()
+# The data, which pairs a step has, and the weights and optimizer whose states a checkpoint holds: it is continued with
+# the same ones, also in another output_dir
+INHERITED = set(
+    """seed data_seed global_batch_size train_sampling_strategy max_length max_prompt_length truncation_mode overlong
+    optim optim_target_modules use_peft use_dora lora_r lora_target_modules lora_target_parameters
+    lora_modules_to_save""".split()
 )
 # Which tokens are trained, in some data sets: run/start.py compares the hash of the tokens
 TOKENS = {"mask_tool_results", "template_date"}
 # Model, data, objective and optimizer: with another value it is another run
 WEIGHTS = set(
     """model_name_or_path model_revision ref_model_name_or_path trust_remote_code dtype attn_implementation
-    model_init_kwargs disable_dropout pad_token use_peft lora_r lora_alpha lora_dropout lora_target_modules
-    lora_target_parameters lora_modules_to_save lora_task_type use_rslora use_dora
-    dataset_name dataset_config dataset_train_split datasets max_samples eval_fraction filter_script drop_duplicates
+    model_init_kwargs disable_dropout pad_token lora_alpha lora_dropout lora_task_type use_rslora dataset_name
+    dataset_config dataset_train_split datasets max_samples eval_fraction filter_script drop_duplicates
     loss_type loss_weights beta label_smoothing f_divergence_type f_alpha_divergence_coef discopop_tau use_weighting
     router_aux_loss_coef allow_unnormalized_beta precompute_ref_log_probs
-    learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps optim optim_args
-    optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm bf16 tf32
-    full_determinism""".split()
+    learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps optim_args
+    weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm bf16 tf32 full_determinism""".split()
 )
 MAY_CHANGE = NO_EFFECT | ROUNDING | TOKENS  # in a resumed run
 

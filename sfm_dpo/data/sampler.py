@@ -2,8 +2,8 @@
 
 The pairs of a step, and the order of the steps, depend only on seed, data and global batch, never on ranks, pairs per
 device or a speed flag. Accelerate gives consecutive batches of a plain index sampler to the ranks in turn, so the
-sampler emits a step's micro-batches in that order. ORDER_VERSION goes into every checkpoint: a run resumes only if
-the order is the same.
+sampler emits a step's micro-batches in that order. Each epoch's fingerprint goes into every checkpoint: a run resumes
+only if the order is the same.
 """
 
 import functools
@@ -21,7 +21,6 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import TrainConfig
 from sfm_dpo.data.lengths import Lengths
 
-ORDER_VERSION = 3  # raise it when the same seed and data give another order; 1 was the order of transformers' samplers
 FIRST_STEPS_FOR = (1, 2, 4, 8, 16)  # pairs in a micro-batch
 HIDDEN = 4096  # hidden size of a 7B model
 

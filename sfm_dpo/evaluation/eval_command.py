@@ -58,7 +58,7 @@ class EvalCommand(TrainerCallback):
         self._log_results()
         missing = list_awaited(self.run, self._logged)
         if missing:
-            then = f"once they have ended, run python scripts/evaluate.py {self.args.output_dir}"
+            then = f"once they have ended, run python scripts/evaluate.py {shlex.quote(self.args.output_dir)}"
             log.info(f"evaluations without a result yet: {', '.join(missing)}; {then}")
         rotate_run(self.args)
         return not missing

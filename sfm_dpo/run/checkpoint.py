@@ -37,7 +37,7 @@ _WRITER = re.compile(r"(?:pp_rank_|rng_state_|__)(\d+)[_.]")
 
 def checkpoints(run: str | Path) -> list[Path]:
     """The checkpoint-N folders of a run, complete or not, oldest first."""
-    folders = [folder for folder in Path(run).glob("checkpoint-*") if folder.name.rsplit("-", 1)[1].isdecimal()]
+    folders = [path for path in Path(run).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(folders, key=step_of)
 
 

@@ -57,7 +57,6 @@ class RunFacts:
     train_tokens: str = ""  # hash of the token ids
     template_date: str | None = None  # which the chat template prints as today's
     order: list[str] = field(default_factory=list)  # hash of each epoch's order of the pairs
-    order_version: int = 0
     path: ForwardPath | None = None  # None until it is chosen
     micro_batch: MicroBatch | None = None
     calibration: Calibration = field(default_factory=Calibration)

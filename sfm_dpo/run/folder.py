@@ -193,13 +193,13 @@ def has_failed(run: str | Path) -> bool:
 
 def message_of_rank(run: Path | None, error: str, is_first: bool = True) -> str | None:
     """The message this rank logs for an end with `error`, or for that of the rank that failed first; None if another
-    rank logs it, and has written it into status.json."""
+    rank logs it, and has written it into status.json or, before there is a folder, into the store."""
     if not is_main_process():
         error = f"rank {os.environ['RANK']} on {platform.node()}: {error}"
     first = share_error(error)
     if not is_main_process():
         time.sleep(SAID_SECONDS)
-        if run is None or has_failed(run):
+        if has_failed(run) if run else first != error:
             return None
     if not is_first:
         if run and has_failed(run):

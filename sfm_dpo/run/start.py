@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sfm_dpo.common.distributed import LAUNCHES, is_main_process, on_main_process, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import naming
-from sfm_dpo.config.effects import MAY_CHANGE, ORDER
+from sfm_dpo.config.effects import INHERITED, MAY_CHANGE
 from sfm_dpo.run.checkpoint import COMPLETE, STOP, checkpoints, clear_old_stop, why_damaged, why_incomplete
 from sfm_dpo.run.facts import RunFacts
 from sfm_dpo.run.folder import (
@@ -41,7 +42,6 @@ _DIFFERENCES = {  # the facts that a resumed run must share with the run that wr
     "world_size": "was written by {was} process(es), but this run has {now}",
     "launch": "was written with launch {was}, but this run uses {now}, which cannot load its optimizer",
     "train_tokens": "the data have changed since it was written",
-    "order_version": "was written by a version of this project with another order of pairs ({was}, now {now})",
 }
 _SAME_OPTIMIZER = {LAUNCHES["zero2"], LAUNCHES["offload"]}  # launches whose checkpoints are the same files
 
@@ -75,6 +75,8 @@ def find_difference(was: RunFacts, now: RunFacts) -> str | None:
         one, other = getattr(was, name), getattr(now, name)
         if one and other and one != other and {one, other} != _SAME_OPTIMIZER:
             return difference.format(was=one, now=other).replace("whole weights", "DDP or one process")
+    if any(one != other for one, other in zip(was.order, now.order, strict=False)):  # of the epochs that both have
+        return "has other pairs in its steps, by another seed, global batch or length, or by a version of this project"
     for name, identity in now.models.items():
         if (one := was.models.get(name, identity)) != identity:
             return f"{name}: the model has changed since it was written ({one}, now {identity})"
@@ -138,11 +140,12 @@ def list_differences(config: "Config", before: dict[str, Any]) -> dict[str, tupl
 
 def compare_configurations(config: "Config", before: Before) -> None:
     """Says what differs from the configuration under which the checkpoint was written, in whichever folder it is.
-    Raises UserError if that changes the data or their order."""
+    Raises UserError if that changes the data, their order or the optimizer's states."""
     differences = list_differences(config, before.config)
     for key, (was, value) in differences.items():
-        if key in ORDER:
-            remedy = f"set {key}: {was}, or train from the model alone (--model_name_or_path {before.checkpoint})"
+        if key in INHERITED:
+            model = shlex.quote(str(before.checkpoint))
+            remedy = f"set {key}: {was}, or train from the model alone (--model_name_or_path {model})"
             raise UserError(f"{key} {value}: {before.checkpoint} was written with {was}; {remedy}")
     if differences:
         changes = [f"{key} {value} (was {was})" for key, (was, value) in differences.items()]
@@ -156,12 +159,14 @@ def find_before(args: "TrainConfig", damaged: Mapping[Path, str]) -> Before:
     own = checkpoints(args.output_dir)[::-1]
     for checkpoint in [*own, Path(asked)] if asked else own:
         reason = damaged.get(checkpoint) or why_incomplete(checkpoint)
+        mark = read_file(checkpoint / COMPLETE)
+        if "open" in mark:
+            reason = "is the folder of a run, not one of its checkpoints"
         if reason is None:
             if asked and checkpoint.absolute() != Path(asked).absolute():
                 what = f"resume_from_checkpoint {asked}: this run has its own, {checkpoint}, and continues from that"
                 log.info(f"{what}; to go back, choose another output_dir")
-            facts = RunFacts.of(read_file(checkpoint / COMPLETE))
-            return Before(checkpoint, facts, read_file(checkpoint.parent / RESOLVED_CONFIG))
+            return Before(checkpoint, RunFacts.of(mark), read_file(checkpoint.parent / RESOLVED_CONFIG))
         if asked and checkpoint == Path(asked):
             raise UserError(f"resume_from_checkpoint {asked}: {reason}; choose another, or remove the field")
         if checkpoint not in damaged:

@@ -127,7 +127,7 @@ class StopCallback(TrainerCallback):
         asked = torch.full((), is_main_process() and stop_requested(args.output_dir), device=args.device)
         if broadcast(asked).item() and state.global_step < state.max_steps:
             self.stopped = True
-            control.should_save = True
+            control.should_save = args.save_strategy != "epoch"  # else the epoch, which ends here, saves the step
             control.should_log = True
             control.should_training_stop = True
 

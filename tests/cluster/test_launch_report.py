@@ -75,7 +75,7 @@ def test_a_rank_speaks_where_rank_0_does_not_know(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     write_status(tmp_path, "running", any_rank=True)
     assert message_of_rank(tmp_path, "no file") == f"rank 3 on {HOST}: no file"
-    assert message_of_rank(None, "no file") is None  # a mistake in the recipe: rank 0 reads the same
+    assert message_of_rank(None, "no file") == f"rank 3 on {HOST}: no file"  # before there is a process group
     write_status(tmp_path, "failed", 2, "no file", any_rank=True)
     assert has_failed(tmp_path) and message_of_rank(tmp_path, "no file") is None
     monkeypatch.setattr(folder, "STARTED", "2999-01-01T00:00:00+00:00")  # that was an earlier start
@@ -86,7 +86,9 @@ def test_the_first_cause_is_kept_though_its_rank_cannot_write_it(tmp_path, monke
     """Rank 0 ends because rank 1 has ended, in one line: that of rank 1, which only the store of the ranks has."""
     monkeypatch.setattr(folder, "SAID_SECONDS", 0)
     monkeypatch.setenv("RANK", "1")
-    message_of_rank(tmp_path, "disk full")
+    assert message_of_rank(None, "disk full") == f"rank 1 on {HOST}: disk full"
+    monkeypatch.setenv("RANK", "2")
+    assert message_of_rank(None, "disk full") is None
     monkeypatch.setenv("RANK", "0")
     with TrainingRun() as run:
         run.output_dir = run.folder = tmp_path

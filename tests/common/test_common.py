@@ -11,7 +11,7 @@ import torch
 from sfm_dpo.common import distributed
 from sfm_dpo.common.cli import command, reads_runs
 from sfm_dpo.common.distributed import explain_missing_gpus
-from sfm_dpo.common.errors import PreflightRefused, UserError
+from sfm_dpo.common.errors import GuardStopped, PreflightRefused, UserError
 from sfm_dpo.common.files import PROJECT, format_table
 from sfm_dpo.config.fields import parse_config
 
@@ -35,6 +35,11 @@ def test_command_returns_the_exit_code(capsys, end, code, line):
 
     assert main([]) == code
     assert capsys.readouterr() == ("", line)
+
+
+def test_the_option_that_a_remedy_names_can_be_copied_into_a_shell():
+    end = GuardStopped("collapse", "lower beta", step=5, checkpoint="my runs/checkpoint-4")
+    assert "(--resume_from_checkpoint 'my runs/checkpoint-4') in another output_dir" in str(end)
 
 
 def test_a_command_that_reads_runs_reports_any_exception_in_one_line(capsys):

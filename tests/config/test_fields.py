@@ -19,7 +19,7 @@ from wandb.sdk.lib.urls import DEFAULT_BASE_URL
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.config.effects import NO_EFFECT, ORDER, REFUSED, ROUNDING, TOKENS, UNUSED, WEIGHTS
+from sfm_dpo.config.effects import INHERITED, NO_EFFECT, REFUSED, ROUNDING, TOKENS, UNUSED, WEIGHTS
 from sfm_dpo.config.fields import DATACLASSES, parse_config, resolve_report_to
 from tests.toolbox import as_options, edit
 
@@ -229,6 +229,7 @@ def test_what_a_launcher_cannot_do_is_refused_with_the_configuration(parse, monk
     assert "guard_generations 5: needs the full weights on each rank" in refused(parse, answers)
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(PROJECT / "ds_config.json"))
     assert parse(answers).train.guard_generations == 5
+    assert "output_dir runs[1]: DeepSpeed finds no checkpoint in" in refused(parse, {"output_dir": "runs[1]"})
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert "guard_generations 5: needs the full weights on each rank" in refused(parse, answers)
@@ -404,7 +405,8 @@ def test_every_field_of_trl_is_in_its_table():
 
 def test_each_field_is_in_one_set_of_the_table():
     fields = sorted(field.name for cls in DATACLASSES for field in dataclasses.fields(cls))
-    assert fields == sorted(name for names in (REFUSED, NO_EFFECT, ROUNDING, ORDER, TOKENS, WEIGHTS) for name in names)
+    sets = (REFUSED, NO_EFFECT, ROUNDING, INHERITED, TOKENS, WEIGHTS)
+    assert fields == sorted(name for names in sets for name in names)
 
 
 def test_a_field_without_effect_says_so(parse, capsys):

@@ -94,6 +94,8 @@ def test_max_steps_in_the_middle_of_an_epoch_is_not_exceeded_by_a_start_after_th
     (first.folder / "model.safetensors").write_bytes(b"half")
     again = train_here("middle", **fields)
     assert again.status["step"] == 3 and logged(again.folder) == losses and again.weights() == weights
+    other = train_here("no-step-left", 2, **fields, resume_from_checkpoint=again.folder / "checkpoint-3")
+    assert "nothing would be trained in 3 step(s); raise num_train_epochs or max_steps" in error_line(other.log)
 
 
 # Runs train_dpo.py; rank 1 reads every JSON and YAML file of the run as a stale NFS client may: as empty

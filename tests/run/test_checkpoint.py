@@ -84,7 +84,7 @@ def test_newest_is_by_step(tmp_path):
     assert newest_checkpoint(tmp_path) is newest_checkpoint(tmp_path / "absent") is None
     write_checkpoint(tmp_path, 3, complete=False)
     assert newest_checkpoint(tmp_path) is None
-    for other in ("checkpoint-best", "checkpoint-7.tmp", "checkpoint-²", "figures"):
+    for other in ("checkpoint-best", "checkpoint-copy-200", "checkpoint-7.tmp", "checkpoint-²", "figures"):
         (tmp_path / other).mkdir()
     write_checkpoint(tmp_path, 20)
     assert newest_checkpoint(write_checkpoint(tmp_path, 100).parent) == tmp_path / "checkpoint-100"

@@ -7,7 +7,7 @@ import pytest
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.fields import parse_config
-from sfm_dpo.run.checkpoint import COMPLETE, newest_checkpoint, rotate, step_of, why_incomplete
+from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate, step_of, why_incomplete
 from sfm_dpo.run.facts import Calibration, ForwardPath, MicroBatch, RunFacts
 from sfm_dpo.run.folder import describe
 from sfm_dpo.run.start import Before, Start, choose_start, judge_folder
@@ -70,12 +70,12 @@ def test_a_start_trains_or_does_the_open_steps_or_refuses(folder, options, expec
     [
         ("world_size", 4, "was written by 2 process(es), but this run has 4; restore that setting, "),
         ("train_tokens", "xyz", "the data have changed since it was written"),
-        ("order_version", 3, "another order of pairs (1, now 3)"),
+        ("order", ["2"], "has other pairs in its steps, by another seed, global batch or length"),
         ("launch", "FSDP2", "was written with launch DDP or one process, but this run uses FSDP2"),
     ],
 )
 def test_a_run_resumes_only_with_what_wrote_the_checkpoint(tmp_path, fact, now, message):
-    facts = {"launch": "whole weights", "world_size": 2, "train_tokens": "abc", "order_version": 1}
+    facts = {"launch": "whole weights", "world_size": 2, "train_tokens": "abc", "order": ["1", "2"]}
     facts |= {"models": {"model_name_or_path": "hash-1"}}
     before = Before(tmp_path, RunFacts(**facts))
     before.check(RunFacts(**facts))
@@ -129,6 +129,24 @@ def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):
     assert start_from(tmp_path, *UNVERIFIED) == good
     assert capsys.readouterr().out[9:] == f"{bad} was not fully written; skipped\n"
     assert (step_of(good), step_of(None), step_of(tmp_path / "base")) == (2, 0, 0)
+
+
+def test_a_run_that_is_done_is_no_checkpoint(tmp_path):
+    """Its folder has a mark, too, and the state of the trainer, but no optimizer."""
+    done = tmp_path / "dpo-2"
+    done.mkdir()
+    mark_complete(done, {"step": 2, "open": []})
+    with pytest.raises(UserError, match=r"dpo-2: is the folder of a run, not one of its checkpoints; choose"):
+        start_from(tmp_path, "--resume_from_checkpoint", done)
+
+
+@pytest.mark.parametrize(("field", "now"), [("optim", "adafactor"), ("use_peft", "true"), ("seed", "5")])
+def test_a_checkpoint_of_another_run_goes_on_with_its_order_and_its_optimizer(tmp_path, field, now):
+    checkpoint = write_checkpoint(tmp_path / "a run", 2)
+    start_from(tmp_path / "a run", "--resume_from_checkpoint", checkpoint)
+    (tmp_path / "now").mkdir()
+    with pytest.raises(UserError, match=rf"^{field} .*: {checkpoint} was written with .*; set {field}: .* '.*'\)$"):
+        start_from(tmp_path / "now", "--resume_from_checkpoint", checkpoint, f"--{field}", now)
 
 
 def test_a_requeued_job_goes_on_from_its_newest_checkpoint_not_from_the_one_asked_for(tmp_path, capsys):

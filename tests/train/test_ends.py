@@ -41,6 +41,7 @@ def stopped(tiny_folder, tmp_path_factory) -> SimpleNamespace:
     run.mkdir()
     (run / STOP).write_text("for good\n")
     fields = {"eval_fraction": 0.25, "learning_rate": 1e-3, "logging_steps": 50}  # no step is logged
+    fields["save_strategy"] = "epoch"  # which ends with the stop
     command = on_cpu(tiny_folder("llama"), write_jsonl(root / "p.jsonl", pairs(16)), run, **fields)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         patch.setenv("SFM_GRACE_SECONDS", "0")
@@ -59,6 +60,7 @@ def to_resume(stopped, tmp_path, no_report) -> SimpleNamespace:
 def test_a_save_that_outlasts_the_grace_period_is_reported(stopped):
     assert "a save takes longer than --signal; submit with --signal=B:USR1@" in stopped.err
     assert read_status(stopped.run)["for_good"] is True
+    assert stopped.out.count("checkpoint saved in") == 1
 
 
 def test_the_base_model_s_evaluation_is_not_taken_for_a_later_one(stopped, without_curves):
