@@ -106,8 +106,8 @@ def first_facts(config: Config, pairs: Pairs, before: Before) -> RunFacts:
     before.check(facts)
     check_length_of_run(args, len(pairs.train))
     steps = args.count_steps(len(pairs.train))
-    is_other = before.checkpoint and before.checkpoint.parent != Path(args.output_dir)  # run's
-    if is_other and step_of(before.checkpoint) >= steps:
+    of_another_run = before.checkpoint and before.checkpoint.parent != Path(args.output_dir)
+    if of_another_run and step_of(before.checkpoint) >= steps:
         what = f"resume_from_checkpoint {before.checkpoint}: nothing would be trained in {steps} step(s)"
         raise UserError(f"{what}; raise num_train_epochs or max_steps")
     if left_out := len(pairs.train) % args.global_batch_size:
