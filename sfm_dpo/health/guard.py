@@ -17,7 +17,7 @@ from sfm_dpo.config.checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.config.fields import TrainConfig
 from sfm_dpo.data.lengths import count_trained
 from sfm_dpo.data.pairs import Pairs
-from sfm_dpo.health.guard_rules import SIGMOID_LOSSES, Finding, GuardContext, judge_log
+from sfm_dpo.health.guard_rules import SIGMOID_LOSSES, START, Finding, GuardContext, judge_log
 from sfm_dpo.run.checkpoint import keep_before, newest_checkpoint
 from sfm_dpo.run.folder import HEALTH, SAMPLES
 
@@ -67,7 +67,8 @@ class Guard(TrainerCallback, ExportableState):
         known = {finding.signal for finding in self.findings if finding.mode == args.guard}
         # A checkpoint of another run also holds that run's entries
         entries = [entry for entry in state.log_history if "loss" in entry and entry["step"] > self.began]
-        found = judge_log(entries, self.context)
+        start = [] if self.began or self.context.other_reference else [START]
+        found = judge_log([*start, *entries], self.context)
         # Metrics are gathered from all ranks, but ranks with different findings would wait for each other forever
         new = broadcast([finding._replace(mode=args.guard) for finding in found if finding.signal not in known])
         self.findings += new

@@ -6,13 +6,16 @@ import math
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import generate
+import numpy as np
 import push_to_hub
 import pytest
 from transformers import TrainerCallback
 
 import train_dpo
+from sfm_dpo.health.guard import Guard
 from sfm_dpo.health.guard_rules import Finding, GuardContext, judge_log
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import HEALTH, read_file, read_status
@@ -77,6 +80,25 @@ def test_recorded_collapses_are_stopped_before_margin_6(rows, beta, by_step, beg
     assert finding.step <= by_step
     assert ("sigmoid_norm" in finding.remedy) == (RUN.chosen_tokens != 1)
     assert next(entry for entry in log if entry["step"] == finding.step)["rewards/margins"] < 6
+
+
+@pytest.mark.parametrize("every", [1, 5, 10, 20, 25])
+@pytest.mark.parametrize("recorded", [FAST_RUN, MIDDLE_RUN, SLOW_RUN])
+def test_recorded_collapses_are_found_whatever_logging_steps_is(recorded, every, tmp_path):
+    """An entry is the mean of its steps, which hides a loss of 0 beside one of ln 2."""
+    guard = Guard(200.0, [], lambda: None)
+    args = SimpleNamespace(output_dir=tmp_path, loss_type=["sigmoid"], beta=0.1, guard="stop")
+    args.ref_model_name_or_path = None
+    args.get_warmup_steps = lambda steps: 6
+    state = SimpleNamespace(global_step=0, max_steps=200, log_history=[])
+    guard.on_train_begin(args, state, None)
+    steps, *values = map(list, zip(*recorded, strict=True))
+    losses, margins = (np.interp(range(1, 201), steps, of) for of in values)
+    for step in range(every, 201, every):
+        entry = {"step": step, "loss": losses[step - every : step].mean()}
+        state.log_history.append(entry | {"rewards/margins": margins[step - every : step].mean()})
+        guard.on_log(args, state, SimpleNamespace(), entry)
+    assert guard.stopped.signal == "collapse" and guard.stopped.step <= 35 + 2 * every
 
 
 def test_a_simulated_standstill_is_named():
