@@ -106,8 +106,7 @@ def _check_collapse(log: Log, run: GuardContext) -> Evidence | None:
     if not rises or log[-2]["step"] + 1 - rises[-1][1]["step"] >= COLLAPSE_STEPS:
         return None
     start, first = rises[-1]
-    steps = last["step"] - start["step"]
-    figures = f"margin {start['rewards/margins']:.2f} to {margin:.2f} within {steps} steps"
+    figures = f"margin {start['rewards/margins']:.2f} to {margin:.2f} within {last['step'] - start['step']} steps"
     if run.sigmoid:
         figures = f"loss {start['loss']:.3f} to {last['loss']:.3f}, {figures}"
     return first["step"], figures
