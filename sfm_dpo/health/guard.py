@@ -17,7 +17,8 @@ from sfm_dpo.config.checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.config.fields import TrainConfig
 from sfm_dpo.data.lengths import count_trained
 from sfm_dpo.data.pairs import Pairs
-from sfm_dpo.health.guard_rules import SIGMOID_LOSSES, Finding, GuardContext, judge_log
+from sfm_dpo.health.guard_rules import SIGMOID_LOSSES, START, Finding, GuardContext, judge_log
+from sfm_dpo.model.loading import balancing_coefficient
 from sfm_dpo.run.checkpoint import keep_before, newest_checkpoint
 from sfm_dpo.run.folder import HEALTH, SAMPLES
 
@@ -46,7 +47,7 @@ class Guard(TrainerCallback, ExportableState):
         known = {"run": self.run, "began": self.began, "findings": self.findings, "first_texts": self.first_texts}
         return {"args": {}, "attributes": known}
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
         run = str(Path(args.output_dir).absolute())
         if self.run != run:  # a new run, or one that starts from another run's checkpoint
             self.run = run
@@ -54,11 +55,10 @@ class Guard(TrainerCallback, ExportableState):
             self.findings = []
         self.findings = [Finding(*values) for values in self.findings]  # lists, from a checkpoint
         is_sigmoid = len(args.loss_type) == 1 and args.loss_type[0] in SIGMOID_LOSSES
-        warmup_steps = max(args.get_warmup_steps(state.max_steps), self.began)
-        other_reference = bool(args.ref_model_name_or_path)
-        self.context = GuardContext(
-            is_sigmoid, args.beta, self.chosen_tokens, state.max_steps, warmup_steps, other_reference
-        )
+        warmup = max(args.get_warmup_steps(state.max_steps), self.began)
+        other = bool(args.ref_model_name_or_path)
+        self.context = GuardContext(is_sigmoid, args.beta, self.chosen_tokens, state.max_steps, warmup, other)
+        self.balancing = balancing_coefficient(args.router_aux_loss_coef, model.config)  # of what is no DPO loss
         self.on_save(args, state, control)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -67,7 +67,9 @@ class Guard(TrainerCallback, ExportableState):
         known = {finding.signal for finding in self.findings if finding.mode == args.guard}
         # A checkpoint of another run also holds that run's entries
         entries = [entry for entry in state.log_history if "loss" in entry and entry["step"] > self.began]
-        found = judge_log(entries, self.context)
+        entries = [entry | {"loss": entry["loss"] - self.balancing * entry.get("aux_loss", 0.0)} for entry in entries]
+        start = [] if self.began or self.context.other_reference else [START]
+        found = judge_log([*start, *entries], self.context)
         # Metrics are gathered from all ranks, but ranks with different findings would wait for each other forever
         new = broadcast([finding._replace(mode=args.guard) for finding in found if finding.signal not in known])
         self.findings += new

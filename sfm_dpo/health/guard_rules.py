@@ -5,6 +5,7 @@ All thresholds are here; docs/health.md explains them.
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ SIGMOID_LOSSES = {"sigmoid", "sigmoid_norm"}  # they start at ln 2, and 0 is the
 
 Entry = dict[str, Any]  # of transformers' log_history, with "step" and "loss"; other metrics may be missing
 Log = list[Entry]
+START: Entry = {"step": 0, "loss": math.log(2), "rewards/margins": 0.0}  # where policy = reference
 Evidence = tuple[int, str]  # the first logged step that shows it, and its values in words
 
 
@@ -99,16 +101,15 @@ def _check_collapse(log: Log, run: GuardContext) -> Evidence | None:
         return None
     if last.get("rewards/chosen", 0.0) >= margin / 2:
         return None  # the margin comes from chosen answers that became likelier: memorised, not displaced
-    recent = [e for e in log[:-1] if e["step"] >= last["step"] - COLLAPSE_STEPS] or log[-2:-1]
-    before = [e for e in recent if e.get("rewards/margins", math.inf) < 1]
-    if not before:
+    rises = [pair for pair in pairwise(log) if pair[0].get("rewards/margins", math.inf) < 1]
+    # The last rise took this long at least: an entry is the mean of its steps
+    if not rises or log[-2]["step"] + 1 - rises[-1][1]["step"] >= COLLAPSE_STEPS:
         return None
-    start = before[-1]
-    steps = last["step"] - start["step"]
-    figures = f"margin {start['rewards/margins']:.2f} to {margin:.2f} within {steps} steps"
+    start, first = rises[-1]
+    figures = f"margin {start['rewards/margins']:.2f} to {margin:.2f} within {last['step'] - start['step']} steps"
     if run.sigmoid:
         figures = f"loss {start['loss']:.3f} to {last['loss']:.3f}, {figures}"
-    return log[log.index(start) + 1]["step"], figures
+    return first["step"], figures
 
 
 def _check_displacement(log: Log, run: GuardContext) -> Evidence | None:

@@ -8,7 +8,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config.checks import SORTING_LOSSES
 from sfm_dpo.config.fields import Config
-from sfm_dpo.model.loading import has_balancing_loss, load_model_config, meta_model
+from sfm_dpo.model.loading import balancing_coefficient, load_model_config, meta_model
 from sfm_dpo.model.packing import why_not_packed, why_not_shared
 from sfm_dpo.run.facts import ForwardPath
 from sfm_dpo.run.start import NEW, Before
@@ -49,7 +49,7 @@ def read_asked(config: Config, model_config: PretrainedConfig, before: Before = 
     if SORTING_LOSSES & {*args.loss_type}:
         pairs = args.global_batch_size
     was = before.facts
-    if has_balancing_loss(args.router_aux_loss_coef, model_config) and was.micro_batch and was.path:
+    if balancing_coefficient(args.router_aux_loss_coef, model_config) and was.micro_batch and was.path:
         kept = [("per_device_train_batch_size", pairs, was.micro_batch.pairs)]
         kept += [("padding_free", padding_free, was.path.packed)]  # decides which pairs share a micro-batch
         for name, now, then in kept:

@@ -42,12 +42,13 @@ class ForwardFlops:
         """From a model, which may be on the meta device; in a mixture of experts only the active weights count."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
-        embedding = model.get_input_embeddings().weight
+        embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
         experts = count_experts(config)
         active = (getattr(config, "num_experts_per_tok", None) or experts) / experts if experts else 1.0
         weights = trained = 0
-        for name, parameter in model.named_parameters():
-            if parameter is head or parameter is embedding or len(shape(parameter)) < 2:
+        reader = model if config is model.config else model.get_decoder()  # of a multimodal model, what reads text
+        for name, parameter in reader.named_parameters():
+            if parameter is head or parameter in embeddings or len(shape(parameter)) < 2:
                 continue
             is_expert = ".experts." in name or (len(shape(parameter)) == 3 and shape(parameter)[0] == experts)
             count = int(numel(parameter) * (active if is_expert else 1))
@@ -81,11 +82,12 @@ def _visible(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
 def attention_flops(config: PretrainedConfig) -> tuple[tuple[int | None, int], ...]:
     """(window, FLOPs for a visible pair) of each kind of layer."""
     total: Counter[int | None] = Counter()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * getattr(config, "num_hidden_layers", 0)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * getattr(config, "num_hidden_layers", 0)
     for kind, layer in zip(kinds, config.per_layer_config, strict=False):  # layers may differ in their heads
         if kind not in ATTENTION or not hasattr(layer, "num_attention_heads"):
             continue  # in linear attention only the projections count
         head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        window = layer.sliding_window if kind == "sliding_attention" else None
-        total[window] += 4 * head_dim * layer.num_attention_heads
+        sizes = (getattr(layer, name, None) for name in ("qk_head_dim", "v_head_dim"))  # as in DeepSeek
+        window = getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None
+        total[window] += 2 * sum(size or head_dim for size in sizes) * layer.num_attention_heads
     return tuple(total.items())

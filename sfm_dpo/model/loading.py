@@ -84,12 +84,12 @@ def load_model_config(config: Config) -> PretrainedConfig:
     return model_config
 
 
-def has_balancing_loss(given: float | None, model_config: PretrainedConfig) -> bool:
-    """Whether TRL adds the loss that balances the experts of a mixture; it depends on the pairs of a micro-batch.
+def balancing_coefficient(given: float | None, model_config: PretrainedConfig) -> float:
+    """By which TRL adds the loss that balances the experts of a mixture; it depends on the pairs of a micro-batch.
     `given`: router_aux_loss_coef."""
     text = model_config.get_text_config()
     coefficient = getattr(text, "router_aux_loss_coef", 0.0) if given is None else given
-    return hasattr(text, "output_router_logits") and coefficient != 0.0
+    return coefficient if hasattr(text, "output_router_logits") else 0.0
 
 
 def find_adapter(name: str, revision: str | None) -> Path | None:

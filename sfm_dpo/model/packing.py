@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.model.attention import PACKED, boundary_arguments
-from sfm_dpo.model.loading import ATTENTION, blocks, has_balancing_loss
+from sfm_dpo.model.loading import ATTENTION, balancing_coefficient, blocks
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def why_not_shared(model: PreTrainedModel, packed: bool, router_aux_loss_coef: f
     for layer_type in getattr(config, "layer_types", None) or ():
         if layer_type not in ATTENTION:
             return f"'{layer_type}' layers of model_type '{config.model_type}' carry state along the sequence"
-    if has_balancing_loss(router_aux_loss_coef, config):
+    if balancing_coefficient(router_aux_loss_coef, config):
         return "router_aux_loss_coef: that loss counts the tokens of both prompts"
     return None
 

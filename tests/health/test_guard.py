@@ -6,13 +6,16 @@ import math
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import generate
+import numpy as np
 import push_to_hub
 import pytest
-from transformers import TrainerCallback
+from transformers import AutoConfig, TrainerCallback
 
 import train_dpo
+from sfm_dpo.health.guard import Guard
 from sfm_dpo.health.guard_rules import Finding, GuardContext, judge_log
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import HEALTH, read_file, read_status
@@ -77,6 +80,42 @@ def test_recorded_collapses_are_stopped_before_margin_6(rows, beta, by_step, beg
     assert finding.step <= by_step
     assert ("sigmoid_norm" in finding.remedy) == (RUN.chosen_tokens != 1)
     assert next(entry for entry in log if entry["step"] == finding.step)["rewards/margins"] < 6
+
+
+def replay_guard(log: list[dict], folder: Path, model: str = "llama") -> Guard:
+    """The guard of a run of this kind of model after it has logged these entries."""
+    guard = Guard(200.0, [], lambda: None)
+    args = SimpleNamespace(output_dir=folder, loss_type=["sigmoid"], beta=0.1, guard="stop", router_aux_loss_coef=None)
+    args.ref_model_name_or_path = None
+    args.get_warmup_steps = lambda steps: 6
+    state = SimpleNamespace(global_step=0, max_steps=200, log_history=[])
+    guard.on_train_begin(args, state, None, model=SimpleNamespace(config=AutoConfig.for_model(model)))
+    for entry in log:
+        state.log_history.append(entry)
+        guard.on_log(args, state, SimpleNamespace(), entry)
+    return guard
+
+
+def test_the_loss_that_balances_experts_is_no_divergence_and_hides_no_collapse(tmp_path):
+    """OLMoE's coefficient is 0.01, and 8 experts of each token in use make a loss of 8."""
+    for aux_loss, log in ((8.0, entries(FAST_RUN)), (200.0, simulate(60))):
+        added = [entry | {"loss": entry["loss"] + 0.01 * aux_loss, "aux_loss": aux_loss} for entry in log]
+        guard = replay_guard(added, tmp_path, "olmoe")
+        assert [finding.signal for finding in guard.findings] == ["collapse"] * (aux_loss == 8)
+
+
+@pytest.mark.parametrize("every", [1, 5, 10, 20, 25])
+@pytest.mark.parametrize("recorded", [FAST_RUN, MIDDLE_RUN, SLOW_RUN])
+def test_recorded_collapses_are_found_whatever_logging_steps_is(recorded, every, tmp_path):
+    """An entry is the mean of its steps, which hides a loss of 0 beside one of ln 2."""
+    steps, *values = map(list, zip(*recorded, strict=True))
+    losses, margins = (np.interp(range(1, 201), steps, of) for of in values)
+    log = entries(
+        (step, losses[step - every : step].mean(), margins[step - every : step].mean())
+        for step in range(every, 201, every)
+    )
+    guard = replay_guard(log, tmp_path)
+    assert guard.stopped.signal == "collapse" and guard.stopped.step <= 35 + 2 * every
 
 
 def test_a_simulated_standstill_is_named():

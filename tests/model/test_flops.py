@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sfm_dpo.model.flops import ForwardFlops, count_experts
@@ -15,12 +15,27 @@ from sfm_dpo.train import metrics as metrics_module
 from sfm_dpo.train.metrics import CountingCollator, Meter, MetricSums
 from tests.tiny_models import tiny_model
 
+SHAPE = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 8}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+OTHERS = {
+    "mistral": SHAPE,  # a window without layer types
+    "gemma3": {"text_config": SHAPE, "vision_config": VISION},  # an image reader
+    "gemma4_text": SHAPE | {"vocab_size_per_layer_input": 200, "hidden_size_per_layer_input": 64},  # more embeddings
+    "deepseek_v3": SHAPE | LATENT | {"first_k_dense_replace": 2},  # heads of two sizes
+}
 
-@pytest.mark.parametrize("architecture", ["gpt_neox", "llama", "olmo3", "smollm3"])
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "llama", "olmo3", "smollm3", *OTHERS])
 def test_forward_flops_against_torch(architecture):
     """One sequence of n tokens, eager attention: torch counts all n x n pairs, the formula the visible ones."""
     n = 24
-    model = tiny_model(architecture, attn_implementation="eager").eval()
+    if architecture in OTHERS:
+        config = AutoConfig.for_model(architecture, **OTHERS[architecture])
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    else:
+        model = tiny_model(architecture, attn_implementation="eager").eval()
     ids = torch.randint(0, 200, (1, n))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(ids)
@@ -29,6 +44,7 @@ def test_forward_flops_against_torch(architecture):
     matrices = flops.per_token * n + flops.per_response_token * n
     # RoPE's outer product is the one matmul that the formula leaves out
     assert counter.get_total_flops() == pytest.approx(matrices + pairs, rel=0.01)
+    assert architecture != "mistral" or [window for window, _ in flops.attention] == [8]
     planned = meta_model(model.config)
     assert ForwardFlops.of(planned) == flops and planned.num_parameters() == model.num_parameters()
 
