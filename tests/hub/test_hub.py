@@ -80,10 +80,13 @@ def test_what_was_pushed_loads_from_there_and_a_second_push_changes_nothing(hub,
     assert hub.repos["lab/model"].branches == {"main": head} and hub.received == sent
     assert hub.count("POST .*/commit/") == 1
 
-    files(hub)["model-00001-of-00002.safetensors"] = b"old"  # shards of an earlier push do not stay
+    # Of an earlier push: shards, an adapter's configuration (Transformers would then load its weights), added tokens
+    for name in ("model-00001-of-00002.safetensors", "adapter_config.json", "added_tokens.json"):
+        files(hub)[name] = b'{"base_model_name_or_path": "lab/base", "peft_type": "LORA"}'
     edit(run / "generation_config.json", max_length=77)
     assert push(run) == 0
-    assert "model-00001-of-00002.safetensors" not in files(hub) and WEIGHTS in files(hub)
+    assert set(files(hub)) == set(expected.split())
+    assert torch.equal(answer(AutoModelForCausalLM.from_pretrained("lab/model")), answer(loaded))
 
 
 def test_a_batch_job_does_the_open_steps_of_a_trained_run_and_nothing_else(hub, run, capsys, monkeypatch, environment):
