@@ -41,6 +41,7 @@ MODELS = {
     "template_syntax": with_file("chat_template.jinja", "{% for m in messages %}{{ m['content'] }"),
     "kernel": with_config(_attn_implementation="evil/kernel"),
     "encoder": with_config(model_type="t5"),
+    "tied": with_config(tie_word_embeddings=True),
     "no_shard": lambda folder: (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors"),
 }
 RUNS = {"config_list": with_file("resolved_config.yaml", "- a\n")}
@@ -114,6 +115,7 @@ CASES = {
     "throughput": [("--pairs 3", "--pairs 3: give a multiple of 4 x --accumulation 4")],
     "train_dpo": [
         (f"{TRAIN} --use_peft --lora_target_modules qproj", "lora_target_modules", "name modules of the model"),
+        (f"{ON}/tied --use_peft --lora_target_modules embed_tokens", "the LM head is the embedding", "all-linear"),
         (f"{TRAIN} --warmup_steps 9", "warmup_steps 9: the run has only 2 step(s)", "or set warmup_steps: 0.1"),
         (f"{TRAIN} --dataset_name {{kit}}/empty.jsonl", "empty.jsonl: is empty; give a file with rows"),
         # before the data are read
