@@ -71,6 +71,8 @@ def kit(tmp_path_factory, tiny_folder) -> Path:
         "half.jsonl": (kit / "pairs.jsonl").read_bytes() + b'{"prompt": "\\ud83d", "chosen": "a", "rejected": "b"}\n',
         "task.yaml": b"task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: nowhere.jsonl}}\n"
         b"test_split: test\noutput_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\n",
+        "good.yaml": f"task: t\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {kit}/pairs.jsonl}}}}\n"
+        "test_split: test\noutput_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\n".encode(),
     }.items():
         (kit / name).write_bytes(content)
     return kit
@@ -102,6 +104,7 @@ CASES = {
         (RUN, "run: nothing to evaluate; give --tasks"),
         (f"{RUN} --tasks arc_esy", "--tasks arc_esy: cannot be loaded", "`lm_eval ls tasks` lists all tasks"),
         (f"{RUN} --tasks {{kit}}/task.yaml", "task.yaml: cannot be loaded", "nowhere.jsonl"),
+        (f"{RUN} --tasks {{kit}}/good.yaml --model_args atn=1", "--model_args atn=1: TypeError", "check the options"),
     ],
     "generate": [("{kit}/nothing hi", "nothing: neither a folder with a model nor a model on", "has no nothing")],
     "check_config": [
