@@ -200,6 +200,12 @@ def test_variables_of_the_batch_scripts(env, part):
     assert_one_line(done.returncode, done.stderr, [part])
 
 
+@pytest.mark.parametrize("words", [[], ["scripts/prefetch.py"]])
+def test_prepare_without_a_script(words):
+    done = subprocess.run(["bash", "scripts/prepare.sh", *words], cwd=ROOT, capture_output=True, text=True)
+    assert_one_line(done.returncode, done.stderr, [f"'{''.join(words)}': no file in scripts; give prefetch.py or"])
+
+
 @pytest.mark.parametrize("mine", ["", "/mine"])
 def test_each_node_chooses_its_folder_for_kernels(mine, tmp_path):
     command = "source scripts/common.sh; TMPDIR=$ONE use_environment; TMPDIR=$TWO use_environment; env"
