@@ -16,6 +16,7 @@ cd "${SLURM_SUBMIT_DIR:-.}" # Slurm runs a copy of this file from its spool fold
 # shellcheck source=scripts/common.sh
 source scripts/common.sh 2>/dev/null ||
     { echo "error: $PWD is not the project folder; cd there and run: sbatch scripts/prepare.sh" >&2; exit 2; }
+[[ -f scripts/${1:-} ]] || fail "'${1:-}': no file in scripts; give prefetch.py or analyze_dataset.py, then its options"
 use_environment
 hide_gpus
 run_command python "scripts/$1" "${@:2}"

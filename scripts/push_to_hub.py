@@ -5,7 +5,7 @@
     python scripts/push_to_hub.py outputs/dpo/checkpoint-500 --hub_model_id my-org/my-model --hub_revision step-500
 
 Needs HF_TOKEN, in .env or the environment. The same command continues an interrupted push (docs/hub.md).
-Exit codes: 0 pushed, 2 wrong arguments or an unpublishable checkpoint, 5 the push failed.
+Exit codes: 0 pushed, 2 wrong arguments or an unpublishable checkpoint, 5 the push failed, 142 it took too long.
 """
 
 import logging

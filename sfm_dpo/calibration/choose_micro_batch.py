@@ -20,9 +20,16 @@ import torch
 from accelerate.utils import release_memory
 from datasets import Dataset
 
-from sfm_dpo.calibration.choose_path import KernelError, choose_path, keeps_path, measure_seconds, select_average
+from sfm_dpo.calibration.choose_path import (
+    KernelError,
+    choose_path,
+    keeps_path,
+    measure_seconds,
+    select_average,
+    try_kernel,
+)
 from sfm_dpo.common.distributed import gather_values, is_on_gpu, launch_name
-from sfm_dpo.common.errors import RunEnd, UserError, user_input
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_table
 from sfm_dpo.common.process import available_memory, resident_bytes
 from sfm_dpo.config.fields import TrainConfig
@@ -111,13 +118,11 @@ def choose_micro_batch(
         candidate = plan.planner.choose(plan.limit, plan.states)
         size = None
         if is_measured:
-            try:
-                with base.computing(path):
-                    candidate, size = find_setting(plan, partial(measure_memory, base, tokens, plan))
-            except Exception as error:  # of a kernel, on rows longer than those compared; the same on all ranks
-                if isinstance(error, RunEnd) or asked.kernel or path.kernel == "fa2":
-                    raise
-                raise KernelError(f"{path.kernel} fails: {str(error)[:300]}") from error
+            measure = partial(measure_memory, base, tokens, plan)
+            if path.kernel != "fa2" and not asked.kernel:  # which may fail on rows longer than those compared
+                measure = partial(try_kernel, path.kernel, measure)
+            with base.computing(path):
+                candidate, size = find_setting(plan, lambda setting: max(gather_values(measure(setting))))
         elif candidate.bytes > plan.limit and not (args.preflight_only or asked.is_complete):
             plan.refuse(f"planned, {candidate}")
         else:
@@ -234,8 +239,7 @@ def find_setting(plan: MemoryPlan, measure: Callable[[Candidate], float]) -> tup
 
 
 def measure_memory(base: BaseModel, tokens: Dataset, plan: MemoryPlan, candidate: Candidate) -> float:
-    """Bytes of a process at the peak of the largest micro-batch, with the states of training, the most of all ranks;
-    inf if a rank has run out of memory."""
+    """Bytes of this process at the peak of the largest micro-batch, with training's states; inf if out of memory."""
     rows = plan.planner.sampler.largest_micro_batch(candidate.per_device)
     release_memory()
     try:
@@ -243,14 +247,12 @@ def measure_memory(base: BaseModel, tokens: Dataset, plan: MemoryPlan, candidate
         reserved: Any = torch.empty(plan.absent if plan.planner.on_gpu else 0, dtype=torch.uint8, device=base.device)
         reset_peak_memory()
         base.run_micro_batch(tokens, rows.tolist(), candidate.checkpointed_layers)
-        size = peak_memory_gib() * 2**30 + plan.absent - reserved.nbytes
+        return peak_memory_gib() * 2**30 + plan.absent - reserved.nbytes
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)
-        size = math.inf
-    reserved = None
-    return max(gather_values(size))
+        return math.inf
 
 
 def reset_peak_memory() -> float:

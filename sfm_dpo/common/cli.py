@@ -74,7 +74,7 @@ def reads_runs(main: Callable[[list[str]], int | None]) -> Callable[[list[str]],
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int | None:
-        with user_input(" ".join(argv) or "outputs", "a file of the run may be damaged"):
+        with user_input(" ".join(argv) or "outputs", "check the options, and whether a file of the run is damaged"):
             return main(argv)
 
     return run

@@ -33,13 +33,13 @@ from sfm_dpo.report.page import write_report
 from sfm_dpo.run.checkpoint import PUSHING
 from sfm_dpo.run.folder import CARD, PUSHED, REPORT, State, read_status, write_end
 from sfm_dpo.run.lock import Lease, describe_owner, is_held, read_owner
-from sfm_dpo.run.model_files import find_folder, finish_model
+from sfm_dpo.run.model_files import MODEL_FILES, TOKENIZER_FILES, find_folder, finish_model
 from sfm_dpo.run.saved_model import SavedModel, check_loads, check_on_hub, find_on_hub
 
 log = logging.getLogger(__name__)
 
 TRANSIENT = {408, 409, 412, 425, 429, 500, 502, 503, 504}
-STALE = ["*.safetensors", "*.safetensors.index.json", "figures/*"]  # removed if a new push does not contain them
+STALE = ["*.safetensors", "figures/*", *MODEL_FILES, *TOKENIZER_FILES]  # removed if a new push does not contain them
 
 
 class HubError(UserError):

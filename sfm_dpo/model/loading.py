@@ -254,7 +254,11 @@ def meta_adapter(config: Config, model_config: PretrainedConfig) -> PeftModel | 
         return None
     remedy = "name modules of the model, or set lora_target_modules: all-linear"
     with torch.device("meta"), user_input(f"lora_target_modules {lora.target_modules}", remedy):
-        return get_peft_model(meta_model(model_config), lora)
+        adapter = get_peft_model(meta_model(model_config), lora)
+        ends = (adapter.get_input_embeddings(), adapter.get_output_embeddings())
+        if model_config.get_text_config().tie_word_embeddings and any(hasattr(end, "lora_A") for end in ends):
+            raise ValueError("the LM head is the embedding (tie_word_embeddings): an adapter to it cannot be merged")
+    return adapter
 
 
 def identify_models(config: Config, known: dict[str, Any], before: dict[str, Any]) -> Config:

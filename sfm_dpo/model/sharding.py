@@ -87,7 +87,7 @@ def fit_buckets(zero: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     """`zero_optimization` with buckets no larger than all gradients of the model, which may be on the meta device.
     Raises UserError if the largest gradient does not fit in a bucket."""
     size = zero.get("reduce_bucket_size")
-    if not isinstance(size, int):
+    if not isinstance(size, int | float):  # 5e8 is a float in JSON
         return zero
     sizes = [numel(parameter) for parameter in model.parameters() if parameter.requires_grad]
     if size < max(sizes):
@@ -95,7 +95,7 @@ def fit_buckets(zero: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
             f"DeepSpeed configuration: reduce_bucket_size {size}: the model has a tensor of {max(sizes)} elements, "
             f"whose gradient could be overwritten; set it to {max(sizes)} or more"
         )
-    return zero | {"reduce_bucket_size": min(size, sum(sizes))}
+    return zero | {"reduce_bucket_size": min(int(size), sum(sizes))}
 
 
 # Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, step: with the optimizer on the host, keeps the fp32 sums of

@@ -88,7 +88,7 @@ def find_model(path: Path) -> SavedModel:
     if run == path:
         state = State.of(read_status(run))
         if not state.has_model:
-            raise UserError(f"{path}: the run is not finished (state {state}); choose one of its checkpoints")
+            raise UserError(f"{path}: the run is not finished (state {state}); choose one of its checkpoints, if any")
         is_marked = (path / COMPLETE).is_file()  # unless the model was saved by hand
         if is_marked and (reason := why_incomplete(path, "*.safetensors")):  # people edit the other files
             newest = newest_checkpoint(path)
@@ -96,6 +96,7 @@ def find_model(path: Path) -> SavedModel:
             remedy = f"remove {files} and run its command again, which saves the model again from {newest}"
             raise UserError(f"{path}: {reason}; {remedy if newest else 'train it again'}")
         return SavedModel(path, run, None, config)
+    path = path if step_of(path) else path.resolve()  # as find_run
     if reason := why_incomplete(path) or why_damaged(path, "*.safetensors"):
         raise UserError(f"{path}: {reason}; choose another checkpoint")
     return SavedModel(path, run, step_of(path), config)
@@ -105,6 +106,7 @@ def find_run(path: Path) -> Path | None:
     """The run whose folder or checkpoint this is, or None."""
     if (path / RESOLVED_CONFIG).is_file():
         return path
+    path = path if step_of(path) else path.resolve()  # `.`, or a link to a checkpoint
     parent = path.absolute().parent
     return parent if step_of(path) and (parent / RESOLVED_CONFIG).is_file() else None
 

@@ -1,13 +1,23 @@
 """How the setting of a run is found by measuring, with memory that is not what was planned."""
 
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
 
-from sfm_dpo.calibration.choose_micro_batch import AIM, ROUNDS, MemoryPlan, find_setting, reset_peak_memory
+from sfm_dpo.calibration.choose_micro_batch import (
+    AIM,
+    ROUNDS,
+    MemoryPlan,
+    choose_micro_batch,
+    find_setting,
+    reset_peak_memory,
+)
+from sfm_dpo.calibration.choose_path import KernelError
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.process import available_memory
@@ -17,6 +27,7 @@ from sfm_dpo.memory.planner import Candidate
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.model.sharding import fit_buckets, zero_config
 from sfm_dpo.planning.run_plan import Planner, read_lengths
+from sfm_dpo.run.facts import ForwardPath
 from sfm_dpo.train.metrics import peak_memory_gib
 from tests.memory.test_planner import configuration, plan_memory
 
@@ -120,6 +131,17 @@ def test_if_nothing_fits_the_fields_that_are_set_are_named(planner):
     asked = plan_memory(configuration("--per_device_train_batch_size=4"), hidden_size=512, intermediate_size=2048)
     with pytest.raises(UserError, match=r"with per_device_train_batch_size as set, .*; remove per_device_"):
         find(asked, GIB, GIB, lambda _: math.inf)
+
+
+def test_a_kernel_that_fails_on_another_rank_at_the_longest_rows_is_used_by_none(planner, monkeypatch):
+    here = "sfm_dpo.calibration.choose_micro_batch"
+    monkeypatch.setattr(f"{here}.plan_memory", lambda *args: MemoryPlan(planner, GIB, 0, 10**6 * GIB))
+    monkeypatch.setattr(f"{here}.measure_memory", lambda *args: GIB)
+    monkeypatch.setattr("sfm_dpo.calibration.choose_path.gather_values", lambda mine: [mine, "no kernel image"])
+    config = SimpleNamespace(train=SimpleNamespace(preflight_only=False))
+    base = SimpleNamespace(config=config, is_sharded=False, computing=lambda path: nullcontext())
+    with pytest.raises(KernelError, match="fa3 fails: no kernel image"):
+        choose_micro_batch(base, None, ForwardPath(True, False, "fa3"), SimpleNamespace(kernel=None), 0)
 
 
 @pytest.mark.parametrize("version", [1, 2])

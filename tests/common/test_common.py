@@ -49,7 +49,7 @@ def test_a_command_that_reads_runs_reports_any_exception_in_one_line(capsys):
         raise KeyError("step")
 
     assert main(["outputs/a", "--json"]) == 2
-    line = "error: outputs/a --json: KeyError: 'step'; a file of the run may be damaged\n"
+    line = "error: outputs/a --json: KeyError: 'step'; check the options, and whether a file of the run is damaged\n"
     assert capsys.readouterr() == ("", line)
 
 

@@ -29,6 +29,7 @@ from sfm_dpo.run.checkpoint import COMPLETE, KEEP, PUSHING, STOP, rotate
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_file, read_status, write_end, write_status
 from sfm_dpo.run.lock import LOCK, Lease
 from sfm_dpo.run.reader import describe_run, format_runs
+from sfm_dpo.run.saved_model import find_run
 from tests.hub_server import NAME, TOKEN
 from tests.tiny_models import tiny_tokenizer
 from tests.toolbox import edit, on_cpu, pairs
@@ -80,10 +81,13 @@ def test_what_was_pushed_loads_from_there_and_a_second_push_changes_nothing(hub,
     assert hub.repos["lab/model"].branches == {"main": head} and hub.received == sent
     assert hub.count("POST .*/commit/") == 1
 
-    files(hub)["model-00001-of-00002.safetensors"] = b"old"  # shards of an earlier push do not stay
+    # Of an earlier push: shards, an adapter's configuration (Transformers would then load its weights), added tokens
+    for name in ("model-00001-of-00002.safetensors", "adapter_config.json", "added_tokens.json"):
+        files(hub)[name] = b'{"base_model_name_or_path": "lab/base", "peft_type": "LORA"}'
     edit(run / "generation_config.json", max_length=77)
     assert push(run) == 0
-    assert "model-00001-of-00002.safetensors" not in files(hub) and WEIGHTS in files(hub)
+    assert set(files(hub)) == set(expected.split())
+    assert torch.equal(answer(AutoModelForCausalLM.from_pretrained("lab/model")), answer(loaded))
 
 
 def test_a_batch_job_does_the_open_steps_of_a_trained_run_and_nothing_else(hub, run, capsys, monkeypatch, environment):
@@ -114,13 +118,16 @@ def test_a_batch_job_does_the_open_steps_of_a_trained_run_and_nothing_else(hub, 
     assert "output_dir:" not in capsys.readouterr().out, "what would start the nodes"
 
 
-def test_a_checkpoint_goes_to_a_branch_of_its_own_with_the_results_that_evaluate_has_collected(hub, run):
+def test_a_checkpoint_goes_to_a_branch_of_its_own_with_the_results_that_evaluate_has_collected(hub, run, monkeypatch):
     scores = {step: {"acc (5-shot": {"value": 0.5, "stderr": None}} for step in (4, 6)}
     (run / "evaluation.json").write_text(json.dumps({"checkpoints": scores}))
     (start,) = read_file(run / "environment.json")["starts"]
     edit(run / "environment.json", starts=[start, start | {"step": 5}], gpus=["H200"])
     assert push(run, "--hub_revision", "step-{step}") == 0
-    assert push(run / "checkpoint-4", "--hub_revision", "step-{step}") == 0
+    (run / "best").symlink_to("checkpoint-4")
+    assert push(run / "best", "--hub_revision", "step-{step}") == 0
+    monkeypatch.chdir(run / "checkpoint-4")
+    assert find_run(Path()) == run
     assert set(hub.repos["lab/model"].branches) == {"main", "step-4"}
     weights = {revision: files(hub, revision)[WEIGHTS] for revision in ("main", "step-4")}
     assert weights["main"] == (run / WEIGHTS).read_bytes()
@@ -250,7 +257,7 @@ def test_what_is_no_finished_model_is_refused_in_one_line(hub, run, tmp_path, ca
     for path, message in {
         tmp_path: "not a run's folder or checkpoint",
         run / "checkpoint-4": "was not fully written; choose another checkpoint",
-        run: "not finished (state stopped); choose one of its checkpoints",
+        run: "not finished (state stopped); choose one of its checkpoints, if any",
     }.items():
         assert push(path) == 2
         assert message in (error := capsys.readouterr().err) and error.count("\n") == 1

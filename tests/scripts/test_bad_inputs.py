@@ -41,6 +41,7 @@ MODELS = {
     "template_syntax": with_file("chat_template.jinja", "{% for m in messages %}{{ m['content'] }"),
     "kernel": with_config(_attn_implementation="evil/kernel"),
     "encoder": with_config(model_type="t5"),
+    "tied": with_config(tie_word_embeddings=True),
     "no_shard": lambda folder: (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors"),
 }
 RUNS = {"config_list": with_file("resolved_config.yaml", "- a\n")}
@@ -70,6 +71,8 @@ def kit(tmp_path_factory, tiny_folder) -> Path:
         "half.jsonl": (kit / "pairs.jsonl").read_bytes() + b'{"prompt": "\\ud83d", "chosen": "a", "rejected": "b"}\n',
         "task.yaml": b"task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: nowhere.jsonl}}\n"
         b"test_split: test\noutput_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\n",
+        "good.yaml": f"task: t\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {kit}/pairs.jsonl}}}}\n"
+        "test_split: test\noutput_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\n".encode(),
     }.items():
         (kit / name).write_bytes(content)
     return kit
@@ -101,6 +104,7 @@ CASES = {
         (RUN, "run: nothing to evaluate; give --tasks"),
         (f"{RUN} --tasks arc_esy", "--tasks arc_esy: cannot be loaded", "`lm_eval ls tasks` lists all tasks"),
         (f"{RUN} --tasks {{kit}}/task.yaml", "task.yaml: cannot be loaded", "nowhere.jsonl"),
+        (f"{RUN} --tasks {{kit}}/good.yaml --model_args atn=1", "--model_args atn=1: TypeError", "check the options"),
     ],
     "generate": [("{kit}/nothing hi", "nothing: neither a folder with a model nor a model on", "has no nothing")],
     "check_config": [
@@ -114,6 +118,7 @@ CASES = {
     "throughput": [("--pairs 3", "--pairs 3: give a multiple of 4 x --accumulation 4")],
     "train_dpo": [
         (f"{TRAIN} --use_peft --lora_target_modules qproj", "lora_target_modules", "name modules of the model"),
+        (f"{ON}/tied --use_peft --lora_target_modules embed_tokens", "the LM head is the embedding", "all-linear"),
         (f"{TRAIN} --warmup_steps 9", "warmup_steps 9: the run has only 2 step(s)", "or set warmup_steps: 0.1"),
         (f"{TRAIN} --dataset_name {{kit}}/empty.jsonl", "empty.jsonl: is empty; give a file with rows"),
         # before the data are read
@@ -193,6 +198,12 @@ def test_variables_of_the_batch_scripts(env, part):
     env = os.environ | {"PATH": path} | env
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert_one_line(done.returncode, done.stderr, [part])
+
+
+@pytest.mark.parametrize("words", [[], ["scripts/prefetch.py"]])
+def test_prepare_without_a_script(words):
+    done = subprocess.run(["bash", "scripts/prepare.sh", *words], cwd=ROOT, capture_output=True, text=True)
+    assert_one_line(done.returncode, done.stderr, [f"'{''.join(words)}': no file in scripts; give prefetch.py or"])
 
 
 @pytest.mark.parametrize("mine", ["", "/mine"])
