@@ -1,5 +1,6 @@
 """Secrets from the environment and from .env: read once, and masked in everything that is written or printed."""
 
+import io
 import os
 import re
 import sys
@@ -26,12 +27,13 @@ def load_env_file() -> None:
             continue
         facts = path.stat()
         mode = facts.st_mode & 0o777
-        is_foreign = facts.st_uid not in (0, os.getuid()) or mode & 0o022
+        is_foreign = facts.st_uid not in (0, os.getuid()) or mode & 0o022 or not os.access(path, os.R_OK)
         if is_main_process() and (is_foreign or mode & 0o077):  # not on stdout, where check_config.py prints a result
             what = "not read: others own it or can change it" if is_foreign else "readable by others"
             print(f"warning: {path} is {what} (mode {mode:o}): chmod 600 {path}", file=sys.stderr, flush=True)
         if not is_foreign:
-            for name, value in dotenv_values(path).items():  # warns about a line that is not NAME=value
+            text = io.StringIO(path.read_text("utf-8", "surrogateescape"))  # a comment may be in another encoding
+            for name, value in dotenv_values(stream=text).items():  # warns about a line that is not NAME=value
                 os.environ.setdefault(name, value or "")
 
 

@@ -40,7 +40,7 @@ from sfm_dpo.model.attention import disable_cudnn_attention
 log = logging.getLogger(__name__)
 
 # Weights only as safetensors, and the other files that AutoModel and AutoTokenizer read
-HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
+HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model*", "*.tiktoken"]
 CONTENT = (".safetensors", ".gguf", ".py")  # of files that decide what a model in a folder computes
 
 

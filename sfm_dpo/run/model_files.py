@@ -30,7 +30,8 @@ MODEL_FILES = f"""{WEIGHTS} adapter_model.safetensors {SAFE_WEIGHTS_INDEX_NAME} 
 
 def list_files(folder: Path, patterns: Iterable[str] = (*MODEL_FILES, *TOKENIZER_FILES)) -> list[Path]:
     """The files of the model in a folder: weights, configurations and tokenizer."""
-    return [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
+    found = dict.fromkeys(path for pattern in patterns for path in folder.glob(pattern))  # two may match one file
+    return [path for path in found if path.is_file()]
 
 
 def find_folder(name: str, revision: str | None, local_files_only: bool = False) -> Path | None:

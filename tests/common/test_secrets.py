@@ -17,7 +17,7 @@ def write_env(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def write(text: str, mode: int = 0o600):
-        (tmp_path / ".env").write_text(text)
+        (tmp_path / ".env").write_text(text, "latin-1")
         (tmp_path / ".env").chmod(mode)
 
     return write
@@ -47,7 +47,7 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line_and_its_exit_code():
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, True), (0o604, True)])
 def test_an_env_file_that_others_can_read(write_env, capsys, environment, mode, warns):
-    write_env("# a comment\n\nexport X=1\nHF_TOKEN=\nQUOTED='a b'\n", mode)
+    write_env("# für mich\n\nexport X=1\nHF_TOKEN=\nQUOTED='a b'\n", mode)
     load_env_file()
     error = capsys.readouterr().err
     assert (f"is readable by others (mode {mode:o}): chmod 600" in error) is warns and error.count("\n") == warns

@@ -331,14 +331,14 @@ def test_a_push_that_the_hub_refuses_says_why_and_how_to_push_later(hub, run, ca
 def test_prefetch_downloads_code_that_a_recipe_trusts(hub, run, write_rows, capsys, tmp_path, options):
     """And computes nothing."""
     assert push(run) == 0
-    files(hub)["modeling_own.py"] = b"pass"
+    files(hub).update({"modeling_own.py": b"pass", "vocab.tiktoken": b""})
     rows = write_rows("p.jsonl", pairs(4))
     words = ["--model_name_or_path", "lab/model", "--dataset_name", str(rows), "--use_cpu", *options]
     assert prefetch.main(words) == 0
     printed = capsys.readouterr().out
     assert f"data {rows}: 4 rows" in printed and "tokenizing" not in printed
     found = {path.name for path in (tmp_path / "hub-cache").rglob("snapshots/*/*")}
-    assert WEIGHTS in found and ("modeling_own.py" in found) is (len(options) > 1)
+    assert {WEIGHTS, "vocab.tiktoken"} <= found and ("modeling_own.py" in found) is (len(options) > 1)
 
 
 def test_failures_that_pass_are_waited_for(hub, run):

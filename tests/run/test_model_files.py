@@ -11,7 +11,7 @@ import pytest
 
 import train_dpo
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.run.model_files import TOKENIZER_FILES, find_folder, list_rope_keys
+from sfm_dpo.run.model_files import TOKENIZER_FILES, find_folder, list_files, list_rope_keys
 from tests.hub_server import Repo
 from tests.run import transformers4
 from tests.toolbox import edit, on_cpu, pairs, write_jsonl
@@ -64,13 +64,13 @@ def test_a_run_keeps_the_tokenizer_files_and_the_pad_token_of_its_base(tiny_fold
     config = special | {"added_tokens_decoder": tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
     (base / "tokenizer_config.json").write_text(json.dumps(config))
     (base / "additional_chat_templates").mkdir()
-    for name in ("additional_chat_templates/tools.jinja", "merges.txt", "special_tokens_map.json"):
+    for name in ("additional_chat_templates/tools.jinja", "merges.txt", "vocab.tiktoken", "special_tokens_map.json"):
         (base / name).write_text("{}")
     (base / "preprocessor_config.json").write_text("{}")
     edit(base / "config.json", pad_token_id=None)
     rows = write_jsonl(tmp_path / "p.jsonl", pairs(4))
     assert train_dpo.main(on_cpu(base, rows, tmp_path / "run", **ONE_STEP)) == 0
-    assert len(tokenizer_files(base)) == 6
+    assert len(list_files(base, TOKENIZER_FILES)) == 7
     for folder in (tmp_path / "run", tmp_path / "run/checkpoint-1"):
         assert tokenizer_files(folder) == tokenizer_files(base)
         assert json.loads((folder / "config.json").read_text())["pad_token_id"] is None
