@@ -79,17 +79,23 @@ class Lease:
             self._lock.acquire(blocking=False)
         except Timeout:
             return False
-        try:  # another contender may have just moved it
-            with suppress(FileNotFoundError), naming(self.path), self.path.open("r+") as file:
-                file.seek(0, os.SEEK_END)
-                file.write(f"owner={json.dumps(this_process())}\n")  # filelock ignores lines it does not know
-                sync(file)
+        try:
+            for _ in range(5):  # contenders exchange files for a moment: the line may go into that of another
+                self._name_owner()
+                if not self._lock.is_lock_held_by_us or read_owner(self.path).get("pid") == os.getpid():
+                    break
         except OSError:
             self.release()
             raise
         if not self._lock.is_lock_held_by_us:
             self.release()
         return self._lock.is_locked
+
+    def _name_owner(self) -> None:
+        with suppress(FileNotFoundError), naming(self.path), self.path.open("r+") as file:  # it may have been moved
+            file.seek(0, os.SEEK_END)
+            file.write(f"owner={json.dumps(this_process())}\n")  # filelock ignores lines it does not know
+            sync(file)
 
     def _is_expired(self) -> bool:
         try:

@@ -133,6 +133,22 @@ def test_a_lease_that_is_moved_before_its_owner_is_written_is_lost(tmp_path, mon
     assert not lease._acquire() and not lease.path.exists()
 
 
+def test_an_owners_line_that_went_into_another_file_is_written_again(tmp_path, monkeypatch):
+    """Contenders that take over a stale lock exchange their files for a moment."""
+    lease = Lease(tmp_path / "a.lease")
+    sizes = []
+
+    def sync(file):
+        sizes.append(lease.path.stat().st_size)  # without the line, which is not flushed yet
+        file.flush()
+        if len(sizes) == 1:
+            os.truncate(lease.path, sizes[0])
+
+    monkeypatch.setattr(lock, "sync", sync)
+    assert lease.take() and owner_of(lease.path) == ME
+    lease.release()
+
+
 def test_what_a_killed_process_had_is_taken_over_by_one_of_those_who_wait(disk, monkeypatch):
     code = "import sys, time; from pathlib import Path; from sfm_dpo.run.lock import Lease\n"
     code += "lease = Lease(Path(sys.argv[1])); print(lease.take(), flush=True); time.sleep(600)"
